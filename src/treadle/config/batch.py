@@ -1,0 +1,142 @@
+"""The batch arithmetic: prompts, samples, optimizer steps and rollouts, worked out from what the recipe gives.
+
+rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treadle.config.sections import Config
+from treadle.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArithmetic:
+    """The four numbers of a rollout; both products are the same."""
+
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    global_batch_size: int
+    num_steps_per_rollout: int
+
+    def __post_init__(self) -> None:
+        assert self.samples_per_rollout == self.global_batch_size * self.num_steps_per_rollout, str(self)
+
+    @property
+    def samples_per_rollout(self) -> int:
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    def __str__(self) -> str:
+        """`16 × 8 = 128 × 1`."""
+        made = f"{self.rollout_batch_size} × {self.n_samples_per_prompt}"
+        return f"{made} = {self.global_batch_size} × {self.num_steps_per_rollout}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """How long a run is, and where the number of rollouts comes from.
+
+    `leftover_prompts` are the draws that no rollout takes because they don't fill one (with num_epoch only).
+    """
+
+    num_rollout: int
+    optimizer_steps: int
+    samples: int
+    prompts: int
+    leftover_prompts: int = 0
+    dataset_size: int | None = None
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the data, where its size is known."""
+        return self.prompts / self.dataset_size if self.dataset_size else None
+
+
+def batch_arithmetic(config: Config) -> BatchArithmetic:
+    """Fill in global_batch_size and num_steps_per_rollout; with neither given a rollout is one optimizer step.
+
+    Raises `ConfigError` with the numbers where they don't agree.
+
+        >>> from treadle.config import Config
+        >>> print(batch_arithmetic(Config()))
+        16 × 8 = 128 × 1
+    """
+    prompts, n = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    batch, steps = config.train.global_batch_size, config.train.num_steps_per_rollout
+    samples = prompts * n
+    product = f"rollout_batch_size × n_samples_per_prompt = {prompts} × {n} = {samples}"
+    if batch is not None and steps is not None and batch * steps != samples:
+        raise ConfigError(
+            f"{product}, but global_batch_size × num_steps_per_rollout = {batch} × {steps} = {batch * steps}; "
+            "make them equal, or give only one of the last two"
+        )
+    if steps is None and batch is not None:
+        if samples % batch:
+            raise ConfigError(
+                f"{product} is not a multiple of global_batch_size = {batch}; {_nearest_divisors(samples, batch)} fit"
+            )
+        steps = samples // batch
+    steps = steps or 1
+    if samples % steps:
+        raise ConfigError(
+            f"{product} can't be split into num_steps_per_rollout = {steps} equal steps; "
+            f"{_nearest_divisors(samples, steps)} fit"
+        )
+    return BatchArithmetic(prompts, n, samples // steps, steps)
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of `number` on both sides of `wanted`.
+
+    >>> _nearest_divisors(128, 100)
+    '64 or 128'
+    """
+    below = next((d for d in range(min(wanted, number), 0, -1) if number % d == 0), None)
+    above = next((d for d in range(wanted, number + 1) if number % d == 0), None)
+    return " or ".join(str(d) for d in (below, above) if d is not None)
+
+
+def run_length(config: Config, dataset_size: int | None) -> RunLength:
+    """Count the rollouts, optimizer steps and samples of the whole run.
+
+    With num_epoch the rollouts are `dataset_size // rollout_batch_size × num_epoch`: the remainder of each pass is
+    carried into the next one, and what is left at the very end is not drawn (`leftover_prompts`). Raises
+    `ConfigError` where neither or both of num_rollout and num_epoch are given, or the data does not fill one rollout.
+    """
+    rollouts, epochs = config.train.num_rollout, config.train.num_epoch
+    prompts = config.rollout.rollout_batch_size
+    if rollouts is None and epochs is None:
+        raise ConfigError(
+            "how long to train is not given: set num_rollout (rollouts) or num_epoch (passes over the data)"
+        )
+    if rollouts is not None and epochs is not None:
+        raise ConfigError(
+            f"num_rollout = {rollouts} and num_epoch = {epochs} are both given; keep one (None unsets the other)"
+        )
+    leftover = 0
+    if rollouts is None:
+        assert epochs is not None
+        if dataset_size is None:
+            raise ConfigError(f"num_epoch = {epochs} needs a data set whose size is known; give num_rollout instead")
+        if dataset_size < prompts:
+            raise ConfigError(
+                f"the data has {dataset_size} prompts, less than one rollout (rollout_batch_size = {prompts}); "
+                "lower rollout_batch_size, or give num_rollout instead of num_epoch"
+            )
+        rollouts = dataset_size // prompts * epochs
+        leftover = dataset_size % prompts * epochs
+    arithmetic = batch_arithmetic(config)
+    return RunLength(
+        num_rollout=rollouts,
+        optimizer_steps=rollouts * arithmetic.num_steps_per_rollout,
+        samples=rollouts * arithmetic.samples_per_rollout,
+        prompts=rollouts * prompts,
+        leftover_prompts=leftover,
+        dataset_size=dataset_size,
+    )
+
+
+def num_rollout(config: Config, dataset_size: int | None) -> int:
+    """How many rollouts the run has; see `run_length`."""
+    return run_length(config, dataset_size).num_rollout

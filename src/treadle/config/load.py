@@ -1,0 +1,76 @@
+"""Build the configuration of a run: defaults, then the recipe, then flags; later wins, each value is checked once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from treadle.config.fields import ConfigField, config_fields
+from treadle.config.flags import parse_flags
+from treadle.config.recipe import read_recipe
+from treadle.config.sections import Config
+from treadle.errors import ConfigError
+
+
+def load_config(recipe: Path | None, argv: Sequence[str] = (), *, prog: str = "treadle") -> Config:
+    """Merge defaults, a recipe and flags (`["--rollout-batch-size", "16"]`) into one frozen `Config`.
+
+    Later wins. Relative paths inside a recipe are left as they are: relative to the current folder. `--help` among
+    the flags prints the help and raises `SystemExit`. Raises `ConfigError`, one line that names each faulty field.
+    """
+    from_recipe = read_recipe(recipe) if recipe is not None else {}
+    from_flags = parse_flags(argv, from_recipe, prog)
+    values: dict[str, dict[str, Any]] = {}
+    faults: list[str] = []
+    for name in {**from_recipe, **from_flags}:
+        field = config_fields()[name]
+        is_flag = name in from_flags
+        raw = from_flags[name] if is_flag else from_recipe[name]
+        try:
+            values.setdefault(field.section, {})[name] = _from_flag(field, raw) if is_flag else _from_toml(field, raw)
+        except ValidationError as error:
+            faults += _faults(field, error, None if is_flag else recipe)
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return Config.model_validate(values)
+
+
+def _from_toml(field: ConfigField, value: Any) -> Any:
+    """Strict: `"16"` is no integer and `true` is no number. JSON mode, so that a list may become a tuple."""
+    return field.adapter().validate_json(json.dumps(value, default=str), strict=True)
+
+
+def _from_flag(field: ConfigField, value: Any) -> Any:
+    """Text of the command line; `None` unsets a field that may be unset."""
+    if field.optional and value == "None":
+        return None
+    return field.adapter().validate_python(value)
+
+
+def _faults(field: ConfigField, error: ValidationError, recipe: Path | None) -> Iterator[str]:
+    for item in error.errors(include_url=False):
+        inner = [str(part) for part in item["loc"] if not str(part).startswith(("function-", "tuple["))]
+        value = item["input"]
+        if recipe is None:
+            name = f"{field.flag} {value}"
+        else:
+            name = f"{recipe}: {'.'.join([field.name, *inner])} = {_as_written(value)} in [{field.section}]"
+        yield f"{name}: {_remedy(field, item['msg'])}"
+
+
+def _as_written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _remedy(field: ConfigField, message: str) -> str:
+    """Pydantic's sentence, short: `must be greater than or equal to 1`."""
+    text = message.removeprefix("Input ").split(", unable to", 1)[0].split(", got a number", 1)[0]
+    text = text.replace("a valid array", "a list").replace("an object", "a table")
+    text = "must " + text.removeprefix("should ") if text.startswith("should ") else text
+    if field.bounds and field.bounds.split()[-1] not in text:
+        text += f" ({field.bounds})"
+    return text

@@ -1,0 +1,46 @@
+"""The names a recipe may use for estimators and rewards, and what each estimator reads.
+
+Data only, so that the configuration can be checked without importing torch; the packages that implement the names
+are compared with these tables by tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """One advantage estimator.
+
+    `compares_group`: a group of one sample has advantage zero. `divides_by_std`: grpo_std_normalization applies.
+    `uses_kl_coef`, `uses_gamma`, `uses_lambd`: these fields have an effect. `whitens`: normalises over the whole
+    rollout by itself. `uses_dual_clip`: eps_clip_c bounds its loss.
+    """
+
+    compares_group: bool = True
+    divides_by_std: bool = False
+    uses_kl_coef: bool = False
+    uses_gamma: bool = False
+    uses_lambd: bool = False
+    whitens: bool = False
+    uses_dual_clip: bool = True
+
+
+ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(divides_by_std=True),
+    "gspo": Estimator(divides_by_std=True),
+    "cispo": Estimator(divides_by_std=True, uses_dual_clip=False),
+    "rloo": Estimator(),
+    "reinforce_plus_plus": Estimator(compares_group=False, uses_kl_coef=True, uses_gamma=True, whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(uses_kl_coef=True, whitens=True),
+    "maxrl": Estimator(),
+    "opo": Estimator(),
+}
+
+KL_ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "low_var_kl", "abs", "k3+")
+
+REWARDS: tuple[str, ...] = ("math", "last_number", "exact", "regex", "reasoning_gym")
+
+LABEL_REWARDS: frozenset[str] = frozenset({"math", "last_number", "exact"})
+"""Rewards that compare the response with the label."""

@@ -1,0 +1,151 @@
+"""A recipe: the settings of a run as a TOML file, one table per section; read, check its keys, and write one."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from treadle.config.fields import config_fields, did_you_mean, nearest, override_fields, section_models
+from treadle.config.sections import Config
+from treadle.errors import ConfigError
+from treadle.registry import suggestion
+
+Values = dict[str, Any]
+"""Raw values by field name; a name says its section by itself."""
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def read_recipe(path: Path) -> Values:
+    """Read a recipe's raw values by field name.
+
+    Raises `ConfigError` where the file is missing or not TOML (with its line), and for keys that are unknown or
+    in the wrong section.
+    """
+    table = _parse(path)
+    faults = list(_key_faults(table))
+    if faults:
+        raise ConfigError(f"{path}: {'; '.join(faults)}")
+    return {key: value for values in table.values() for key, value in values.items()}
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"no recipe at {path}{_siblings(path)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8 (byte {error.start}); a recipe is TOML") from None
+    except OSError as error:
+        raise ConfigError(f"can't read the recipe {path}: {error.strerror}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}{_place(str(error), text)}") from None
+
+
+def _siblings(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"; there is no folder {folder} (paths are relative to {Path.cwd()})"
+    return suggestion(str(path), [str(folder / item.name) for item in sorted(folder.glob("*.toml"))])
+
+
+def _place(message: str, text: str) -> str:
+    """Turn tomllib's `… (at line 3, column 5)` into `, line 3: …`."""
+    found = re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", message, flags=re.DOTALL)
+    if found is None:
+        return f" is not TOML: {message}"
+    line = found[2] or str(len(text.splitlines()) or 1)
+    return f", line {line}: {found[1][:1].lower()}{found[1][1:]}"
+
+
+def _key_faults(table: Mapping[str, Any]) -> Iterator[str]:
+    fields, sections = config_fields(), section_models()
+    for name, values in table.items():
+        if name not in sections:
+            if name in fields:
+                yield f"{name} belongs in [{fields[name].section}]"
+            elif isinstance(values, dict):
+                yield f"no section [{name}]{did_you_mean(f'[{name}]', [f'[{item}]' for item in sections])}"
+            else:
+                yield f"no field {name}{_where(name)}"
+        elif not isinstance(values, dict):
+            yield f"{name} = {values!r} must be a table: [{name}]"
+        else:
+            yield from _section_faults(name, values)
+
+
+def _section_faults(section: str, values: Mapping[str, Any]) -> Iterator[str]:
+    fields = config_fields()
+    for key in values:
+        if key not in fields:
+            yield f"no field {key} in [{section}]{_where(key)}"
+        elif fields[key].section != section:
+            yield f"{key} belongs in [{fields[key].section}], not in [{section}]"
+    for name, override in _tables(values.get("eval_overrides")) if section == "eval" else ():
+        for key in override:
+            if key not in override_fields():
+                known = ", ".join(override_fields())
+                hint = (
+                    did_you_mean(key, override_fields()) if nearest(key, override_fields()) else f"; known are {known}"
+                )
+                yield f"no field {key} in [eval.eval_overrides.{name}]{hint}"
+
+
+def _tables(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(value, dict):
+        yield from ((name, item) for name, item in value.items() if isinstance(item, dict))
+
+
+def _where(name: str) -> str:
+    """The nearest field and its section."""
+    found = nearest(name.replace("-", "_"), list(config_fields()))
+    return f"; did you mean {found} in [{config_fields()[found].section}]?" if found else ""
+
+
+def to_toml(config: Config) -> str:
+    """Write the whole configuration as a recipe; `load_config` reads back the same one.
+
+    TOML has no `None`, so a field that is not set stands there as a comment.
+    """
+    blocks = []
+    for section in section_models():
+        values = config.model_dump(include={section})[section]
+        lines = [f"[{section}]"]
+        lines += [_line(key, value) for key, value in values.items() if not config_fields()[key].recipe_only]
+        for key, tables in values.items():
+            if config_fields()[key].recipe_only:
+                lines += [line for name, table in tables.items() for line in _table(section, key, name, table)]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _table(section: str, key: str, name: str, table: Mapping[str, Any]) -> Iterator[str]:
+    yield ""
+    yield f"[{section}.{key}.{name if _BARE_KEY.fullmatch(name) else to_toml_value(name)}]"
+    yield from (_line(field, value) for field, value in table.items() if value is not None)
+
+
+def _line(key: str, value: Any) -> str:
+    return f"# {key} is not set" if value is None else f"{key} = {to_toml_value(value)}"
+
+
+def to_toml_value(value: Any) -> str:
+    """One value in TOML.
+
+    >>> to_toml_value(("a", True, 1e-06))
+    '["a", true, 1e-06]'
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    assert isinstance(value, list | tuple), f"no TOML form for {value!r}"
+    return "[" + ", ".join(to_toml_value(item) for item in value) + "]"

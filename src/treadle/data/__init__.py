@@ -1,0 +1,83 @@
+"""Prompts: readers of rows, data sets of prompts, and the stream that a run draws from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from treadle.chat import Codec
+from treadle.config.sections import DataSection, EvalSection
+from treadle.data.dataset import PromptDataset
+from treadle.data.readers import Reader, open_reader, source_name
+from treadle.data.rendering import PromptFormat
+from treadle.data.source import PromptSource
+from treadle.errors import ConfigError
+from treadle.registry import suggestion
+
+__all__ = ["PromptDataset", "PromptFormat", "PromptSource", "Reader", "build_eval_sets", "build_source", "open_reader"]
+
+_EVAL_SET = re.compile(r"(?P<name>[\w.-]+)=(?P<source>.+)", re.DOTALL)
+
+
+def build_source(data: DataSection, *, codec: Codec, max_prompt_len: int, seed: int) -> PromptSource:
+    """The prompts of a run, drawn from every source of `prompt_data`."""
+    if not data.prompt_data:
+        raise ConfigError("no prompt_data; give --prompt-data a file, a data set or reasoning_gym:task")
+    form = _prompt_format(data)
+    names: dict[str, str] = {}
+    for source in data.prompt_data:
+        name, copies = source_name(source), 1
+        while name in names:
+            copies += 1
+            name = f"{source_name(source)}#{copies}"
+        names[name] = source
+    datasets = [PromptDataset(name, open_reader(source), codec, form, max_prompt_len) for name, source in names.items()]
+    return PromptSource(datasets, data.prompt_data_weights or None, shuffle=data.rollout_shuffle, seed=seed)
+
+
+def build_eval_sets(
+    data: DataSection, evaluation: EvalSection, *, codec: Codec, max_prompt_len: int
+) -> dict[str, PromptDataset]:
+    """The evaluation sets by name, in the order they are given; each prompt's `group_id` is its row number.
+
+    `metadata_key` is read where a set has that column.
+    """
+    sources = _eval_sources(evaluation)
+    form = _prompt_format(data)
+    sets: dict[str, PromptDataset] = {}
+    for name, source in sources.items():
+        override = evaluation.eval_overrides.get(name)
+        own = form if override is None else _prompt_format(data, override.input_key, override.label_key)
+        reader = open_reader(source)
+        if own.metadata_key is not None and own.metadata_key not in reader.columns:
+            own = replace(own, metadata_key=None)  # no evaluation setting could name another column
+        sets[name] = PromptDataset(name, reader, codec, own, max_prompt_len)
+    return sets
+
+
+def _eval_sources(evaluation: EvalSection) -> dict[str, str]:
+    sources: dict[str, str] = {}
+    for value in evaluation.eval_prompt_data:
+        match = _EVAL_SET.fullmatch(value)
+        if match is None:
+            raise ConfigError(f"eval_prompt_data {value!r} has no name; write name={value}")
+        if match["name"] in sources:
+            raise ConfigError(f"eval_prompt_data names {match['name']!r} twice; rename one")
+        sources[match["name"]] = match["source"]
+    for name in evaluation.eval_overrides:
+        if name not in sources:
+            raise ConfigError(
+                f"eval_overrides.{name}: eval_prompt_data has no set of that name{suggestion(name, sources)}"
+            )
+    return sources
+
+
+def _prompt_format(data: DataSection, input_key: str | None = None, label_key: str | None = None) -> PromptFormat:
+    return PromptFormat(
+        input_key=input_key or data.input_key,
+        label_key=label_key or data.label_key,
+        metadata_key=data.metadata_key,
+        apply_chat_template=data.apply_chat_template,
+        system_prompt=data.system_prompt,
+        prompt_suffix=data.prompt_suffix,
+    )

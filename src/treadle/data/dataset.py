@@ -1,0 +1,145 @@
+"""One data set as prompts: rows that fit the model, rendered and tokenised when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from treadle.chat import Codec
+from treadle.data.readers import Reader
+from treadle.data.rendering import PromptFormat, Rendered, Renderer
+from treadle.errors import DataError
+from treadle.registry import suggestion
+from treadle.types import Prompt
+
+_BATCH = 1000
+
+
+class PromptDataset(Sequence[Prompt]):
+    """The prompts of a reader's rows, those longer than `max_prompt_len` tokens left out and counted.
+
+    All prompts are looked at once, here: a fault in any row is found before anything starts. What is kept is a row
+    number for each prompt, and not even that where none was dropped. `dataset[i]` is the i-th prompt that fits,
+    its `group_id` its row number.
+
+    Raises `DataError` for a missing column, a row that is no prompt, and where every prompt is too long.
+    """
+
+    def __init__(self, name: str, reader: Reader, codec: Codec, form: PromptFormat, max_prompt_len: int):
+        self.name = name
+        self.num_rows = len(reader)
+        self._reader = reader
+        self._form = form
+        self._renderer = Renderer(codec, form)
+        self._max_prompt_len = max_prompt_len
+        if self.num_rows == 0:
+            raise DataError(f"{name!r} is empty: it has no rows")
+        for key in (form.input_key, form.label_key, form.metadata_key):
+            if key is not None:
+                _require_column(name, reader, key)
+        self._kept = self._rows_that_fit()  # int64 [len], None where all rows fit
+
+    @property
+    def num_dropped(self) -> int:
+        """How many rows were left out because their prompt is too long."""
+        return self.num_rows - len(self)
+
+    def __len__(self) -> int:
+        return self.num_rows if self._kept is None else len(self._kept)
+
+    @overload
+    def __getitem__(self, position: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[Prompt]: ...
+    def __getitem__(self, position: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(position, slice):
+            return [self[i] for i in range(*position.indices(len(self)))]
+        row = self.row_at(position + len(self) if position < 0 else position)
+        return self.prompt(row, group_id=row)
+
+    def row_at(self, position: int) -> int:
+        """Row number of the prompt at a position, 0 ≤ position < len."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"prompt {position} of {len(self)} in {self.name!r}")
+        return position if self._kept is None else int(self._kept[position])
+
+    def prompt(self, row: int, group_id: int) -> Prompt:
+        """The prompt of a row, as the draw `group_id`."""
+        form, columns = self._form, self._reader.row(row)
+        rendered, token_ids = self._encoded(row, columns.get(form.input_key))
+        if len(token_ids) > self._max_prompt_len:
+            raise DataError(
+                f"{self._reader.locate(row)}: the prompt has {len(token_ids)} tokens, more than the limit of "
+                f"{self._max_prompt_len}, which its length in bytes did not show; shorten or remove it"
+            )
+        return Prompt(
+            group_id=group_id,
+            token_ids=tuple(token_ids),
+            text=rendered.text,
+            label=None if form.label_key is None else columns.get(form.label_key),
+            columns=columns,
+            data_name=self.name,
+            row=row,
+            messages=rendered.messages,
+            metadata={} if form.metadata_key is None else _metadata(form.metadata_key, columns.get(form.metadata_key)),
+        )
+
+    def _rows_that_fit(self) -> np.ndarray | None:
+        fits = np.ones(self.num_rows, dtype=bool)
+        shortest, longest = 0, 0
+        for start in range(0, self.num_rows, _BATCH):
+            values = self._reader.column(self._form.input_key, start, min(start + _BATCH, self.num_rows))
+            for row, value in enumerate(values, start):
+                length = self._length_if_unsure(row, value)
+                if length > self._max_prompt_len:
+                    fits[row] = False
+                    longest = max(longest, length)
+                    shortest = min(shortest or length, length)
+        if not fits.any():
+            raise DataError(
+                f"all {self.num_rows} prompts of {self.name!r} are longer than {self._max_prompt_len} tokens "
+                f"(the shortest has {shortest}, the longest {longest}); raise --rollout-max-prompt-len, "
+                "or lower --rollout-max-response-len where the model's context sets it"
+            )
+        return None if fits.all() else np.flatnonzero(fits)
+
+    def _length_if_unsure(self, row: int, value: Any) -> int:
+        """Tokens of a prompt that may be too long, 0 for one that can't be."""
+        try:
+            bound = self._renderer.max_tokens(value)
+        except DataError as error:
+            raise DataError(f"{self._reader.locate(row)}: {error}") from error
+        if bound is not None and bound <= self._max_prompt_len:
+            return 0
+        _, token_ids = self._encoded(row, value)
+        if not token_ids:
+            raise DataError(
+                f"{self._reader.locate(row)}: column {self._form.input_key!r} is empty; every row needs a prompt"
+            )
+        return len(token_ids)
+
+    def _encoded(self, row: int, value: Any) -> tuple[Rendered, list[int]]:
+        try:
+            rendered = self._renderer.render(value)
+            return rendered, self._renderer.encode(rendered)
+        except DataError as error:
+            raise DataError(f"{self._reader.locate(row)}: {error}") from error
+
+
+def _require_column(name: str, reader: Reader, key: str) -> None:
+    if key in reader.row(0):
+        return
+    columns = list(reader.columns)  # the first row may lack it; this reads them all
+    if key not in columns:
+        raise DataError(
+            f"{name!r} has no column {key!r}{suggestion(key, columns)}; it has {', '.join(map(repr, columns))}"
+        )
+
+
+def _metadata(key: str, value: Any) -> Mapping[str, Any]:
+    """A dict as it is, nothing for None, any other value under the column's name."""
+    if value is None:
+        return {}
+    return dict(value) if isinstance(value, Mapping) else {key: value}

@@ -1,0 +1,225 @@
+"""Where rows come from: one protocol, and `open_reader` that turns a source named in the config into a reader."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from treadle.data.arrow_reader import read_csv, read_folder, read_hub, read_parquet
+from treadle.data.gym_reader import GYM_PREFIX, GymReader
+from treadle.data.json_reader import JsonReader
+from treadle.errors import DataError
+from treadle.registry import resolve
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_SLICE = re.compile(r"(?P<location>.*)@\[(?P<rows>[^\[\]]*)\]", re.DOTALL)
+_ROWS = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
+_OBJECT = re.compile(r"(?P<module>[^:]+):(?P<object>[A-Za-z_][\w.]*)")
+_HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w. +-]+))?")
+_KINDS = f"a {', '.join(SUFFIXES)} file, a folder, a hub id, reasoning_gym:task?key=value, or package.module:object"
+
+
+class Reader(Protocol):
+    """Rows by index. Reading a row twice gives the same row; nothing needs all rows in memory."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Names that rows have; a row may lack some of them."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index`, 0 ≤ index < len; `IndexError` outside (negative indices are outside)."""
+        ...
+
+    def column(self, name: str, start: int, stop: int) -> list[Any]:
+        """One column of rows start ≤ i < stop, None where a row lacks it; 0 ≤ start ≤ stop ≤ len."""
+        ...
+
+    def locate(self, index: int) -> str:
+        """Where a person finds row `index`, as text for errors: `train.jsonl, line 7`."""
+        ...
+
+
+class RowsReader:
+    """Reader of a sequence of dict rows that Python already has."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str):
+        self._rows = rows
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @cached_property
+    def columns(self) -> Sequence[str]:
+        return tuple(dict.fromkeys(key for index in range(len(self)) for key in self.row(index)))
+
+    def row(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} in {self._name}")
+        row = self._rows[index]
+        if not isinstance(row, Mapping):
+            raise DataError(f"{self.locate(index)}: a {type(row).__name__}, not a dict of columns")
+        return dict(row)
+
+    def column(self, name: str, start: int, stop: int) -> list[Any]:
+        return [self.row(index).get(name) for index in range(start, stop)]
+
+    def locate(self, index: int) -> str:
+        return f"{self._name}, row {index}"
+
+
+class SlicedReader:
+    """Rows start ≤ i < stop of another reader."""
+
+    def __init__(self, reader: Reader, start: int, stop: int):
+        self._reader = reader
+        self._start = start
+        self._length = stop - start
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return self._reader.columns
+
+    def row(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self._length:
+            raise IndexError(f"row {index} of a slice of {self._length} rows")
+        return self._reader.row(self._start + index)
+
+    def column(self, name: str, start: int, stop: int) -> list[Any]:
+        return self._reader.column(name, self._start + start, self._start + stop)
+
+    def locate(self, index: int) -> str:
+        return self._reader.locate(self._start + index)
+
+
+def open_reader(source: str) -> Reader:
+    """Open a source as the config names it; `path@[a:b]` takes rows a to b as a Python slice would.
+
+    Raises `DataError` where it is missing, empty or of no known kind, and for an empty slice.
+    """
+    location, rows = _split_slice(source)
+    reader = _open(location)
+    size = len(reader)
+    if size == 0:
+        raise DataError(f"{location!r} is empty: it has no rows")
+    if rows is None:
+        return reader
+    start, stop, _ = rows.indices(size)
+    if start >= stop:
+        raise DataError(f"{source!r} takes no rows: {location!r} has {size}, numbered 0 to {size - 1}")
+    return SlicedReader(reader, start, stop)
+
+
+def source_name(source: str) -> str:
+    """A short name of a source: without the folders of a file, so that data that moved keeps its name.
+
+    >>> source_name("/data/math/train.jsonl@[:100]")
+    'train.jsonl@[:100]'
+    """
+    location, _ = _split_slice(source)
+    for place in (location, location.rpartition("@")[0]):
+        path = Path(place).expanduser()
+        if place and path.exists():
+            return path.name + source[len(place) :]
+    return source
+
+
+def _split_slice(source: str) -> tuple[str, slice | None]:
+    match = _SLICE.fullmatch(source)
+    if match is None:
+        return source, None
+    rows = _ROWS.fullmatch(match["rows"])
+    if rows is None:
+        raise DataError(
+            f"{source!r}: [{match['rows']}] is not a slice of rows; write path@[a:b], path@[:b] or path@[a:]"
+        )
+    return match["location"], slice(*(None if edge is None else int(edge) for edge in rows.groups()))
+
+
+def _open(location: str) -> Reader:
+    if location.startswith(GYM_PREFIX):
+        return GymReader(location)
+    path = Path(location).expanduser()
+    if path.is_file():
+        return _open_file(path)
+    if path.is_dir():
+        return read_folder(path, None)
+    if _names_an_object(location):
+        return _open_object(location)
+    base, at, split = location.rpartition("@")
+    if not at:
+        base, split = location, ""
+    path = Path(base).expanduser()
+    if path.is_file():
+        raise DataError(f"{location!r}: a file has no splits; path@[a:b] takes rows")
+    if path.is_dir():
+        return read_folder(path, split or None)
+    hub = _HUB_ID.fullmatch(base)
+    if hub is None or path.suffix in SUFFIXES or base.startswith("."):
+        raise DataError(f"there is no file {base!r}{_neighbour(path)}; a source is {_KINDS}")
+    return read_hub(hub["name"], hub["config"], split or None)
+
+
+def _open_file(path: Path) -> Reader:
+    suffix = path.suffix.lower()
+    if suffix in (".jsonl", ".json"):
+        return JsonReader(path)
+    if suffix == ".parquet":
+        return read_parquet(path)
+    if suffix == ".csv":
+        return read_csv(path)
+    raise DataError(
+        f"{path}: a data file ends in {', '.join(SUFFIXES)}, not {suffix or 'nothing'}; convert or rename it"
+    )
+
+
+def _neighbour(path: Path) -> str:
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return f" (nor a folder {str(path.parent)!r})"
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+
+
+def _names_an_object(location: str) -> bool:
+    """Whether `a:b` is code rather than the config of a hub data set: a .py file, or a module that can be found."""
+    match = _OBJECT.fullmatch(location)
+    if match is None:
+        return False
+    module = match["module"]
+    if module.endswith(".py"):
+        return True
+    if not all(part.isidentifier() for part in module.split(".")):
+        return False
+    here = Path(*module.split(".")).with_suffix(".py")
+    return here.is_file() or importlib.util.find_spec(module.split(".")[0]) is not None
+
+
+def _open_object(location: str) -> Reader:
+    """The reader of the user's own code: a reader, a sequence of dict rows, or a callable that returns one."""
+    found: Any = resolve("data reader", location, {})
+    if callable(found):
+        try:
+            found = found()
+        except Exception as error:  # user code: it raises what it likes
+            raise DataError(f"data reader {location!r} raised {type(error).__name__}: {error}") from error
+    if all(hasattr(found, name) for name in ("row", "column", "locate", "__len__")):
+        reader: Reader = found
+        return reader
+    if isinstance(found, str | bytes | Mapping) or not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+        raise DataError(
+            f"data reader {location!r} gave a {type(found).__name__}; it must give a Reader or a sequence of dict rows"
+        )
+    return RowsReader(found, location)

@@ -1,0 +1,36 @@
+"""The exceptions Treadle raises for a user's mistake or a failed part.
+
+Every message is one line that names the value and the remedy; the command line prints it and nothing else.
+"""
+
+
+class TreadleError(Exception):
+    """Base of everything Treadle raises on purpose."""
+
+
+class ConfigError(TreadleError, ValueError):
+    """A recipe, a flag, or a combination of them is wrong."""
+
+
+class DataError(TreadleError, ValueError):
+    """A data set is missing, empty, malformed, or lacks a column."""
+
+
+class ModelError(TreadleError, ValueError):
+    """A model folder is unusable, or the model does something Treadle does not know."""
+
+
+class CheckpointError(TreadleError, RuntimeError):
+    """A checkpoint can't be written, is damaged, or belongs to another model."""
+
+
+class EngineError(TreadleError, RuntimeError):
+    """A rollout engine refused a request or failed."""
+
+
+class RewardError(TreadleError, RuntimeError):
+    """A reward can't be built from its name or path."""
+
+
+class DeadlineError(TreadleError, TimeoutError):
+    """A wait ran past its deadline; the message says what it waited for."""

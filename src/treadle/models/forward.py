@@ -1,0 +1,92 @@
+"""The forward pass of a policy in two halves: tokens to hidden states, and the head that reads them.
+
+The halves are apart so that training runs the head on trained tokens only and in chunks, and the engine on the
+last token only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treadle.errors import ModelError
+from treadle.models.attention import PLAN_KEY, AttentionPlan, PackedAttention
+from treadle.models.layout import Family, PackedLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer: logits = softcap(scale · (hidden @ weightᵀ + bias))."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, D] → logits [N, V], in the dtype of the weight."""
+        out = F.linear(hidden, self.weight, self.bias)
+        if self.scale != 1.0:
+            out = out * self.scale
+        return out if self.softcap is None else torch.tanh(out / self.softcap) * self.softcap
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The output layer of a model, with what its architecture does to the logits afterwards."""
+    layer = model.get_output_embeddings()
+    if layer is None:
+        raise ModelError(f"{type(model).__name__} has no output embeddings; Treadle trains causal language models")
+    config = model.config
+    scale = 1.0
+    if hasattr(config, "logits_scaling"):  # Granite divides
+        scale = 1.0 / config.logits_scaling
+    elif hasattr(config, "logit_scale"):  # Cohere multiplies
+        scale = config.logit_scale
+    softcap = config.final_logit_softcapping if hasattr(config, "final_logit_softcapping") else None
+    return Head(layer.weight, layer.bias, scale, softcap)
+
+
+def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
+    """Run the model's body on one packed row: token_ids and position_ids int64 [N] → hidden states [N, D]."""
+    out = model.base_model(
+        input_ids=token_ids.unsqueeze(0),
+        position_ids=position_ids.unsqueeze(0),
+        use_cache=False,
+        **{PLAN_KEY: plan},
+    )
+    return out.last_hidden_state[0]
+
+
+def check_forward(model: PreTrainedModel, tolerance: float) -> None:
+    """Compare our packed forward with the model's own on two short sequences that share a prefix.
+
+    Raises `ModelError` where they differ by more than `tolerance` (mean absolute logit difference): the
+    architecture mixes tokens or scales logits in a way Treadle does not know, and would be trained wrongly.
+    """
+    vocab = model.get_input_embeddings().weight.shape[0]
+    device = model.get_input_embeddings().weight.device
+    tokens = (torch.arange(1, 14, device=device) * 7919) % vocab
+    prefix, one, two = tokens[:6], tokens[6:9], tokens[9:13]
+    layout = PackedLayout((Family(6, (3, 4)),), device)
+    own = model.config._attn_implementation
+    with torch.no_grad():
+        hidden = hidden_states(model, tokens, layout.position_ids, PackedAttention(layout))
+        ours = head_of(model).logits(hidden).float()
+        try:
+            model.set_attn_implementation("eager")
+            first, second = (model(torch.cat([prefix, rest])[None]).logits[0].float() for rest in (one, two))
+        finally:
+            model.set_attn_implementation(own)
+    gap = (ours - torch.cat([first, second[6:]])).abs().mean().item()
+    if not gap <= tolerance:
+        raise ModelError(
+            f"{type(model).__name__}: a packed forward differs from the model's own by {gap:.3g} a logit; "
+            "this architecture can't be packed and is not supported"
+        )

@@ -1,0 +1,112 @@
+"""Load a causal language model from a Hugging Face folder, and write one."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from treadle.errors import ModelError
+from treadle.models.attention import register_attention
+from treadle.models.forward import check_forward
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FORWARD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is the GPU where there is one; a GPU that is asked for and missing is refused."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device cuda: torch sees no GPU here; use --device cpu or install a CUDA build of torch")
+    return torch.device(device)
+
+
+def compute_dtype(dtype: str, device: str) -> torch.dtype:
+    """The dtype of forward and backward; `auto` is bfloat16 where it is clearly faster than float32 here.
+
+    On a GPU that is a hardware fact; on a CPU a matmul of each kind is timed once (about 20 ms).
+    """
+    if dtype != "auto":
+        return DTYPES[dtype]
+    where = pick_device(device)
+    if where.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return torch.bfloat16 if _matmul_seconds(torch.float32) > 1.3 * _matmul_seconds(torch.bfloat16) else torch.float32
+
+
+def _matmul_seconds(dtype: torch.dtype) -> float:
+    a, b = torch.ones(256, 512, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
+    torch.mm(a, b)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """Read a model's config.json; raises `ModelError` with the path where it can't be read."""
+    from transformers import AutoConfig
+
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ModelError(f"{path!r} is not a model folder: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # hub, JSON and validation errors alike
+        raise ModelError(f"no model at {path!r}: {str(error).splitlines()[0]}") from error
+
+
+def load_model(path: str, dtype: torch.dtype, device: torch.device, *, trainable: bool = True) -> PreTrainedModel:
+    """Load a model with Treadle's attention and check that packing is exact for it.
+
+    Weights are in `dtype`; dropout is switched off, since the policy that is trained must be the one that
+    generates. Raises `ModelError` for a folder that is not a causal language model or an architecture that can't
+    be packed.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    config = load_config(path)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=register_attention()
+        )
+    except Exception as error:
+        raise ModelError(f"can't load a causal language model from {path!r}: {str(error).splitlines()[0]}") from error
+    model.to(device)
+    model.requires_grad_(trainable)
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    check_forward(model, FORWARD_TOLERANCE[dtype])
+    return model
+
+
+def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write a model folder (config, generation config, safetensors) with the weights in `state`.
+
+    Tied weights are written once. The folder loads with `AutoModelForCausalLM.from_pretrained`.
+    """
+    model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    config = json.loads((folder / "config.json").read_text())
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in state.values() if t.is_floating_point()}
+    if len(dtypes) == 1:
+        config["dtype"] = dtypes.pop()
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Longest sequence the model's positions allow, in tokens."""
+    value = getattr(config, "max_position_embeddings", None)  # absent for models without a limit
+    return int(value) if value else 1 << 30

@@ -1,0 +1,1 @@
+"""What a run writes and shows: run folder, metric sinks, samples, live display, curve and summary."""

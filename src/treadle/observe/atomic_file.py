@@ -1,0 +1,28 @@
+"""Write a file so that a reader sees the old one or the whole new one, never a part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from treadle.errors import TreadleError
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write chunks to a temporary file beside `path`, then rename it over `path`.
+
+    Raises `TreadleError` where the disk refuses (full, read-only, gone); `path` is then as it was before.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise TreadleError(
+            f"{path} can't be written ({error.strerror}); free some space or give another folder"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,54 @@
+"""The lines of metrics.jsonl: how one is written and how they are read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from treadle.errors import DataError
+
+
+def metric_line(rollout_id: int, values: Mapping[str, float]) -> bytes:
+    """One line of metrics.jsonl: strict JSON, `rollout_id` first, null for what is not finite.
+
+    >>> metric_line(3, {"train/loss": float("nan"), "train/entropy": 0.5})
+    b'{"rollout_id": 3, "train/loss": null, "train/entropy": 0.5}\\n'
+    """
+    row: dict[str, Any] = {"rollout_id": int(rollout_id)}
+    for name, value in values.items():
+        number = float(value)
+        row[name] = number if math.isfinite(number) else None
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def read_metric_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Every whole line of a metrics file, as bytes and as a row.
+
+    No lines where there is no file. A last line without its end (the run was killed while writing it) is left out.
+    Raises `DataError`, with the line number, for any other line that is not an object with a `rollout_id`.
+    """
+    found: list[tuple[bytes, dict[str, Any]]] = []
+    if not path.exists():
+        return found
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or not isinstance(row.get("rollout_id"), int):
+                raise DataError(
+                    f"{path}:{number}: not a line of metrics; remove that line, or start in another --run-dir"
+                )
+            found.append((line, row))
+    return found
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file, in the order written; none where there is no file."""
+    return [row for _, row in read_metric_lines(path)]

@@ -1,0 +1,166 @@
+"""Rollouts on disk: one JSON object a line, one line a sample, what people read first and the tokens last.
+
+The first line of a group also carries its whole prompt under `group`, so `read_groups` gives back exactly the groups
+that `write_groups` was given. A number that is not finite is written as `{"$float": "nan"}`, which keeps every line
+strict JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treadle.errors import DataError
+from treadle.observe.atomic_file import write_atomically
+from treadle.types import Group, Sample, prompt_from_json, prompt_to_json, sample_from_json, sample_to_json
+
+TOKEN_FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "weight_versions")
+_FILE_NAME = re.compile(r"rollout_(\d{6,})\.jsonl")
+_MAX_DEPTH = 20
+
+
+def rollout_file(folder: Path, rollout_id: int) -> Path:
+    """Where a rollout lies in a folder of rollouts: `rollout_000012.jsonl`."""
+    return folder / f"rollout_{rollout_id:06d}.jsonl"
+
+
+def rollout_ids(folder: Path) -> list[int]:
+    """Ids of the rollouts a folder holds, smallest first; none where there is no folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(match[1]) for entry in folder.iterdir() if (match := _FILE_NAME.fullmatch(entry.name)))
+
+
+def write_groups(path: Path, groups: Iterable[Group]) -> None:
+    """Write groups to one file, whole or not at all; makes the folder. Raises `TreadleError` where the disk refuses."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (_encode(row) for group in groups for row in _rows(group)))
+
+
+def read_groups(path: Path) -> list[Group]:
+    """Read groups back: same order, same prompts, arrays bit for bit.
+
+    Raises `DataError` that names the file, and the line where one is malformed.
+    """
+    if not path.is_file():
+        raise DataError(f"no saved rollout {path}; write it with --save-debug-rollout-data")
+    groups: list[Group] = []
+    with open(path, "rb") as file:
+        lines = list(file)
+    at = 0
+    while at < len(lines):
+        group, at = _read_group(path, lines, at)
+        groups.append(group)
+    return groups
+
+
+def _rows(group: Group) -> Iterator[dict[str, Any]]:
+    """The lines of one group; a group without samples is one line with its prompt alone."""
+    whole = {"num_samples": len(group.samples), **prompt_to_json(group.prompt)}
+    if not group.samples:
+        yield {"prompt": group.prompt.text, "group": whole}
+    for number, sample in enumerate(group.samples):
+        yield _row(group, sample, whole if number == 0 else None)
+
+
+def _row(group: Group, sample: Sample, whole: Mapping[str, Any] | None) -> dict[str, Any]:
+    values = sample_to_json(sample)
+    row: dict[str, Any] = {
+        "prompt": group.prompt.text,
+        "response": values.pop("text"),
+        "label": group.prompt.label,
+        "reward": values.pop("reward"),
+        "reward_parts": values.pop("reward_parts"),
+        "status": values.pop("status"),
+        "failure": values.pop("failure"),
+        "response_length": sample.response_length,
+    }
+    row.update((name, value) for name, value in values.items() if name not in TOKEN_FIELDS)
+    if whole is not None:
+        row["group"] = whole
+    row.update((name, values[name]) for name in TOKEN_FIELDS)
+    return row
+
+
+def _read_group(path: Path, lines: Sequence[bytes], at: int) -> tuple[Group, int]:
+    """The group whose first line is `lines[at]`, and where the next one begins."""
+    first = _decode(path, at + 1, lines[at])
+    try:
+        whole = first["group"]
+        num_samples = int(whole["num_samples"])
+        prompt = prompt_from_json(whole)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _malformed(path, at + 1, f"the first line of a group lacks its prompt ({error!r})") from error
+    end = at + max(1, num_samples)
+    if end > len(lines):
+        raise _malformed(
+            path, len(lines), f"the file ends after {len(lines) - at} of the {num_samples} samples of a group"
+        )
+    samples: list[Sample] = []
+    for index in range(at, at + num_samples):
+        row = first if index == at else _decode(path, index + 1, lines[index])
+        if index > at and "group" in row:
+            raise _malformed(path, index + 1, f"a new group begins after {index - at} of {num_samples} samples")
+        try:
+            samples.append(sample_from_json({**row, "text": row["response"]}))
+        except (KeyError, TypeError, ValueError, AssertionError) as error:
+            raise _malformed(path, index + 1, f"not a sample ({error!r})") from error
+    return Group(prompt, tuple(samples)), end
+
+
+def _malformed(path: Path, line: int, reason: str) -> DataError:
+    return DataError(f"{path}:{line}: {reason}; write the file again with --save-debug-rollout-data")
+
+
+def _encode(row: Mapping[str, Any]) -> bytes:
+    """One line; the slow walk is only for rows with values that JSON can't hold."""
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_stand_in)
+    except (TypeError, ValueError, RecursionError):
+        row = _json_like(row, 0)
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    try:
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8, but it has a JSON escape
+        return json.dumps(row, allow_nan=False, default=_stand_in).encode() + b"\n"
+
+
+def _stand_in(value: Any) -> Any:
+    """What is written for a value that JSON has no form for: numpy's numbers as numbers, all else as text."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+def _json_like(value: Any, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        return str(value)
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": str(float(value))}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _json_like(inner, depth + 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_like(inner, depth + 1) for inner in value]
+    return str(value)
+
+
+def _float_hook(row: dict[str, Any]) -> Any:
+    return float(row["$float"]) if row.keys() == {"$float"} and row["$float"] in ("nan", "inf", "-inf") else row
+
+
+def _decode(path: Path, line: int, data: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(data, object_hook=_float_hook)
+    except ValueError as error:
+        raise _malformed(path, line, f"not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise _malformed(path, line, f"not a JSON object but {type(row).__name__}")
+    return row

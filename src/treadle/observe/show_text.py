@@ -1,0 +1,119 @@
+"""Numbers, times and foreign text as a terminal shows them, each short and harmless."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_HARMLESS_FORMATS = "\u200c\u200d"  # joiners: scripts and emoji need them
+
+
+def visible(text: str) -> str:
+    """Text on one line, with every control character shown as a sign or an escape instead of acting.
+
+    >>> visible("a\\nb\\x1b[31mc")
+    'a⏎b␛[31mc'
+    """
+    return "".join(_visible_character(c) for c in text)
+
+
+def _visible_character(character: str) -> str:
+    code = ord(character)
+    if character == "\n":
+        return "⏎"
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "␡"
+    if character not in _HARMLESS_FORMATS and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return character
+
+
+def shorten_middle(text: str, max_length: int) -> str:
+    """Cut the middle out of a long text; the end, where the answer is, keeps a little more than the start.
+
+    >>> shorten_middle("abcdefghijklmnop", 10)
+    'abc … mnop'
+    """
+    if len(text) <= max_length:
+        return text
+    kept = max(2, max_length - 3)
+    start = kept // 2
+    return f"{text[:start]} … {text[len(text) - (kept - start) :]}"
+
+
+def sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
+    """A row of bars, at most `width` characters; longer histories are averaged into that many bars.
+
+    The scale runs from `low` to `high`, the smallest and largest bar where not given. Values that are not finite
+    are left out.
+
+    >>> sparkline([0.0, 0.5, 1.0], 10)
+    '▁▅█'
+    """
+    finite = [v for v in values if math.isfinite(v)]
+    count = min(width, len(finite))
+    bars = []
+    for bar in range(count):
+        part = finite[bar * len(finite) // count : (bar + 1) * len(finite) // count]
+        bars.append(sum(part) / len(part))
+    if not bars:
+        return ""
+    bottom = min(bars) if low is None else low
+    top = max(bars) if high is None else high
+    if top <= bottom:
+        return _SPARKS[0] * count
+    scaled = ((min(max(v, bottom), top) - bottom) / (top - bottom) for v in bars)
+    return "".join(_SPARKS[round(s * (len(_SPARKS) - 1))] for s in scaled)
+
+
+def number(value: float | None) -> str:
+    """A number in two to four digits; `-` where there is none.
+
+    >>> [number(v) for v in (None, 0, 0.01234, 1.5, 123.4, 45678, 2.5e6, 0.00001)]
+    ['-', '0', '0.0123', '1.50', '123', '45.7k', '2.50M', '1.0e-05']
+    """
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(float(value))
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 0.001:
+        return f"{value:.1e}"
+    for limit, digits in ((0.1, 4), (1, 3), (10, 2), (100, 1), (10_000, 0)):
+        if size < limit:
+            return f"{value:.{digits}f}"
+    if size < 1e6:
+        return f"{value / 1e3:.1f}k" if size < 1e5 else f"{value / 1e3:.0f}k"
+    return f"{value / 1e6:.2f}M" if size < 1e9 else f"{value / 1e9:.2f}G"
+
+
+def clock(seconds: float | None) -> str:
+    """A length of time: seconds below a minute, then m:ss or h:mm:ss.
+
+    >>> [clock(s) for s in (None, 4.25, 41, 161, 3725)]
+    ['-', '4.2 s', '41 s', '2:41', '1:02:05']
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def percent(fraction: float) -> str:
+    """A share in per cent; a small one is never shown as none.
+
+    >>> percent(0.254), percent(0.001), percent(0)
+    ('25%', '<1%', '0%')
+    """
+    return "<1%" if 0 < fraction < 0.005 else f"{100 * fraction:.0f}%"

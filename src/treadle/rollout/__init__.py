@@ -1,0 +1,1 @@
+"""Rollouts: engines that generate, rewards that score, and the manager that runs both."""

@@ -1,0 +1,139 @@
+"""The async face of the embedded engine: requests in, completions out, one model step at a time in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from treadle.chat import Codec
+from treadle.errors import EngineError
+from treadle.models.load import context_length
+from treadle.rollout.engines.base import EnginePart
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
+from treadle.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SETTLE_TURNS = 4
+
+
+class TorchEngine:
+    """Generates with a module it is given, usually the trainer's own: then no weights are copied.
+
+    The model must not be trained while a step runs; the loop's lease sees to that. All methods belong to one
+    event loop.
+    """
+
+    def __init__(self, model: PreTrainedModel, codec: Codec, limits: EngineLimits):
+        self.model = model
+        self._scheduler = Scheduler(model, codec.eos_token_ids, codec.decode, limits)
+        self._max_length = context_length(model.config)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
+        self._queues: dict[Request, asyncio.Queue[Completion | BaseException]] = {}
+        self._driver: asyncio.Task[None] | None = None
+        self._running = asyncio.Event()
+        self._running.set()
+        self._between_steps = asyncio.Lock()
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        return self._scheduler.version
+
+    def set_version(self, version: int) -> None:
+        """Say that the module now holds the weights of this version."""
+        self._scheduler.version = version
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
+    ) -> AsyncIterator[Completion]:
+        self._refuse_bad_request(token_ids, sampling, n)
+        request = Request(tuple(token_ids), sampling, n)
+        queue: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
+        self._queues[request] = queue
+        self._scheduler.waiting.append(request)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            for _ in range(n):
+                item = await queue.get()  # the deadline is the caller's: it knows how long a rollout may take
+                if isinstance(item, BaseException):
+                    raise EngineError(f"the torch engine failed: {item!r}") from item
+                yield item
+        finally:
+            self._queues.pop(request, None)
+
+    def _refuse_bad_request(self, token_ids: Sequence[int], sampling: SamplingParams, n: int) -> None:
+        if self._closed:
+            raise EngineError("the torch engine is closed")
+        if self._failure is not None:
+            raise EngineError(f"the torch engine failed earlier: {self._failure!r}") from self._failure
+        if not token_ids or n < 1:
+            raise EngineError(f"a request needs a prompt of at least one token and n ≥ 1, got {len(token_ids)} tokens and n={n}")
+        if len(token_ids) + sampling.max_new_tokens > self._max_length:
+            raise EngineError(
+                f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
+                f"context of {self._max_length}; lower --rollout-max-prompt-len or --rollout-max-response-len"
+            )
+
+    async def _drive(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._scheduler.has_work:
+                # What the last completions set free (a waiting prompt, say) joins before the next step, so the
+                # batches of a rollout do not depend on timing.
+                for _ in range(_SETTLE_TURNS):
+                    await asyncio.sleep(0)
+                await self._running.wait()
+                async with self._between_steps:
+                    done = await loop.run_in_executor(self._executor, self._scheduler.step)
+                self._hand_out(done)
+        except Exception as error:  # every waiting caller must hear of it, whatever it is
+            self._failure = error
+            for queue in self._queues.values():
+                queue.put_nowait(error)
+
+    def _hand_out(self, done: list[tuple[Request, Completion]]) -> None:
+        for request, completion in done:
+            queue = self._queues.get(request)
+            if queue is not None:  # the caller may have given up on it
+                queue.put_nowait(completion)
+
+    async def abort(self) -> None:
+        async with self._between_steps:
+            self._hand_out(self._scheduler.abort())
+
+    async def pause(self) -> None:
+        self._running.clear()
+        async with self._between_steps:
+            return
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    async def sleep(self) -> None:
+        async with self._between_steps:
+            if self._scheduler.rows:
+                raise EngineError("the torch engine can't sleep with samples running; abort or finish them first")
+            self._scheduler.free_store()
+
+    async def wake(self, part: EnginePart) -> None:
+        """Nothing to do: the weights are the trainer's, keys and values are made when the first request comes."""
+
+    async def health(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the torch engine failed: {self._failure!r}") from self._failure
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._running.set()
+        await self.abort()
+        if self._driver is not None:
+            await self._driver
+        self._executor.shutdown(wait=True)

@@ -1,0 +1,133 @@
+"""Pick the next tokens from logits.
+
+Sampling by inverse CDF with one uniform number a row: sums of blocks of the vocabulary find the block, a running
+sum inside it finds the token. This reads the probabilities twice; `multinomial` draws a random number for every
+entry and takes half of a decode step on CPU.
+
+The uniform number is a hash of the sample's seed and the token's position, so a sample's tokens do not depend on
+what else is in the batch, and there is no generator state to save.
+
+Axis letters: `B` rows, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.types import SamplingParams
+
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """The sampling settings of a batch of rows, as tensors [B]; `cuts` is False where no row cuts anything."""
+
+    temperature: Tensor
+    greedy: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+    any_greedy: bool
+    cuts: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
+        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+        greedy = temperature == 0
+        return cls(
+            temperature=torch.where(greedy, torch.ones_like(temperature), temperature),
+            greedy=greedy,
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            any_greedy=any(p.temperature == 0 for p in params),
+            cuts=any(p.temperature > 0 and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0) for p in params),
+        )
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1), float64 [B], a pure function of seed (uint64 [B]) and position (int [B]): splitmix64."""
+    with np.errstate(over="ignore"):
+        x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def row_seed(seed: int, index: int) -> int:
+    """Seed of sample `index` of a request with `seed`: a 64-bit hash of both."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93) & (2**64 - 1)
+    return mixed ^ (mixed >> 32)
+
+
+def sample(logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token a row: logits [B, V], uniform float64 [B] → (tokens int64 [B], logprobs float32 [B]).
+
+    The logprob is that of the distribution drawn from, after temperature and cuts; for a greedy row that of
+    temperature 1.
+    """
+    scaled = logits.float() / settings.temperature[:, None]
+    probs = torch.softmax(scaled, dim=-1)
+    if settings.cuts:
+        probs = _cut(probs, settings)
+    tokens = _inverse_cdf(probs, uniform)
+    if settings.any_greedy:
+        tokens = torch.where(settings.greedy, scaled.argmax(dim=-1), tokens)
+    picked = probs.gather(1, tokens[:, None])[:, 0]
+    if settings.cuts:
+        return tokens, torch.log(picked / probs.sum(dim=-1))
+    logprobs = scaled.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(scaled, dim=-1)
+    return tokens, logprobs
+
+
+def _cut(probs: Tensor, settings: SamplingTensors) -> Tensor:
+    """Zero what min-p, top-k and top-p leave out (in this order, each on what the ones before kept)."""
+    greedy = settings.greedy[:, None]
+    floor = settings.min_p[:, None] * probs.max(dim=-1, keepdim=True).values
+    kept = torch.where((probs < floor) & ~greedy, 0.0, probs)
+    ordered, order = kept.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[1], device=probs.device)[None, :]
+    drop = (settings.top_k[:, None] > 0) & (rank >= settings.top_k[:, None])
+    ordered = torch.where(drop & ~greedy, 0.0, ordered)
+    mass = ordered.sum(dim=-1, keepdim=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    drop = (settings.top_p[:, None] < 1) & (before >= settings.top_p[:, None] * mass) & (rank > 0)
+    ordered = torch.where(drop & ~greedy, 0.0, ordered)
+    return torch.zeros_like(probs).scatter_(1, order, ordered)
+
+
+def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """First token whose running sum passes uniform · total; probs [B, V] need not sum to 1."""
+    rows, vocab = probs.shape
+    pad = -vocab % BLOCK
+    if pad:
+        probs = torch.nn.functional.pad(probs, (0, pad))
+    blocks = probs.view(rows, -1, BLOCK)
+    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    running = sums.cumsum(dim=-1)
+    target = uniform * running[:, -1]
+    block = (running <= target[:, None]).sum(dim=-1).clamp_(max=sums.shape[1] - 1)
+    block = _last_positive(sums, block)
+    inside = blocks[torch.arange(rows, device=probs.device), block].double()
+    rest = target - (running.gather(1, block[:, None]) - sums.gather(1, block[:, None]))[:, 0]
+    offset = (inside.cumsum(dim=-1) <= rest[:, None]).sum(dim=-1).clamp_(max=BLOCK - 1)
+    return block * BLOCK + _last_positive(inside, offset)
+
+
+def _last_positive(weights: Tensor, index: Tensor) -> Tensor:
+    """Where rounding landed on a weight of zero, go to the nearest positive one before it (or the first after)."""
+    if bool((weights.gather(1, index[:, None]) > 0).all()):
+        return index
+    places = torch.arange(weights.shape[1], device=weights.device)[None, :]
+    positive = weights > 0
+    before = torch.where(positive & (places <= index[:, None]), places, -1).max(dim=-1).values
+    after = torch.where(positive, places, weights.shape[1]).min(dim=-1).values
+    return torch.where(before >= 0, before, after)

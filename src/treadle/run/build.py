@@ -1,0 +1,111 @@
+"""Build the parts of a run from its configuration; everything that must be closed goes onto the caller's exit stack."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.chat import Codec
+from treadle.config import Config, RewardSection, batch_arithmetic
+from treadle.data import PromptSource, build_eval_sets, build_source
+from treadle.errors import ConfigError
+from treadle.models.bundled import resolve
+from treadle.models.load import compute_dtype, context_length, load_config, load_model, pick_device
+from treadle.observe.progress import Progress
+from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.manager import RolloutManager
+from treadle.rollout.rewards import RewardScorer, build_scorer
+from treadle.run.evaluate import EvalSet, eval_sampling
+from treadle.training.objective import build_objective
+from treadle.training.worker import Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GIB = 2**30
+
+
+def longest_prompt(config: Config, model_path: str) -> int:
+    """Most tokens a prompt may have: as configured, or what the model's context leaves beside the longest response.
+
+    Raises `ConfigError` where the two do not fit the context together.
+    """
+    context = context_length(load_config(model_path))
+    response = max(config.rollout.rollout_max_response_len, config.eval.eval_max_response_len or 0)
+    room = context - response
+    asked = config.data.rollout_max_prompt_len
+    if room < 1 or (asked is not None and asked > room):
+        parts = f"{asked or 1} prompt and {response} response tokens"
+        raise ConfigError(
+            f"{parts} do not fit the model's context of {context}; lower --rollout-max-prompt-len or --rollout-max-response-len"
+        )
+    return asked or room
+
+
+def load_source(config: Config, codec: Codec, max_prompt: int, progress: Progress) -> PromptSource:
+    """The prompts of the run; says how many were too long."""
+    source = build_source(config.data, codec=codec, max_prompt_len=max_prompt, seed=config.rollout.rollout_seed)
+    if source.num_dropped:
+        progress.warn(f"{source.num_dropped} prompts longer than {max_prompt} tokens are left out; {len(source)} remain")
+    return source
+
+
+def load_policy(config: Config, path: str, *, trainable: bool = True) -> PreTrainedModel:
+    """A model of the run, in its compute dtype and on its device."""
+    model = config.model
+    return load_model(path, compute_dtype(model.dtype, model.device), pick_device(model.device), trainable=trainable)
+
+
+def build_trainer(config: Config, model: PreTrainedModel, num_rollout: int, progress: Progress) -> Trainer:
+    """The trainer, with a reference model where the algorithm uses KL."""
+    arithmetic = batch_arithmetic(config)
+    reference = None
+    if build_objective(config.algorithm).needs_reference:
+        path = resolve(config.model.ref_load or config.model.hf_checkpoint)
+        reference = load_policy(config, path, trainable=False)
+    total_steps = num_rollout * arithmetic.num_steps_per_rollout
+    return Trainer(model, config, arithmetic, total_steps, reference, progress.warn)
+
+
+async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, stack: AsyncExitStack) -> RolloutManager:
+    """The embedded engine on this module, and the manager that feeds it."""
+    rollout = config.rollout
+    engine = TorchEngine(model, codec, EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB)))
+    stack.push_async_callback(engine.close)
+    return RolloutManager(
+        engine,
+        codec,
+        timeout_seconds=rollout.rollout_timeout_seconds,
+        max_concurrent_prompts=rollout.max_concurrent_prompts,
+    )
+
+
+async def open_scorer(config: Config, reward: RewardSection, stack: AsyncExitStack) -> RewardScorer:
+    """The rewards of the run, or of one evaluation set."""
+    return await stack.enter_async_context(
+        build_scorer(reward, group_wait_seconds=config.rollout.rollout_timeout_seconds)
+    )
+
+
+async def open_eval_sets(
+    config: Config, codec: Codec, max_prompt: int, scorer: RewardScorer, stack: AsyncExitStack
+) -> list[EvalSet]:
+    """The evaluation sets; a set with rewards of its own gets a scorer of its own."""
+    sets = []
+    for name, prompts in build_eval_sets(config.data, config.eval, codec=codec, max_prompt_len=max_prompt).items():
+        override = config.eval.eval_overrides.get(name)
+        own = scorer
+        if override is not None and override.rm_type is not None:
+            section = config.reward.model_copy(
+                update={"rm_type": override.rm_type, "rm_weights": (), "custom_rm_path": None}
+            )
+            own = await open_scorer(config, section, stack)
+        sampling, n = eval_sampling(config, override)
+        sets.append(EvalSet(name, prompts, sampling, n, own))
+    return sets
+
+
+def save_folder(config: Config, run_folder: Path) -> Path:
+    """Where checkpoints go: `save`, or `checkpoints` in the run folder."""
+    return Path(config.checkpoint.save) if config.checkpoint.save is not None else run_folder / "checkpoints"

@@ -1,0 +1,110 @@
+"""The one loop: roll out, train, hand the weights back, again.
+
+Every schedule is this loop with other numbers. `max_lag` is how many steps generation may run ahead of the weights:
+0 is on-policy, 1 one step off, more is bounded staleness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from treadle.metrics import Metric, metric
+from treadle.run.lease import Lease
+from treadle.types import Group
+
+
+@dataclass(frozen=True, eq=False)
+class Collection:
+    """The groups of one rollout and what was measured while they were made."""
+
+    groups: Sequence[Group]
+    metrics: Sequence[Metric]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which rollouts run, and what is done between them; an interval of None means never.
+
+    An evaluation or a save with id `i` stands for the weights after i rollouts.
+    """
+
+    start_rollout_id: int
+    num_rollout: int
+    eval_interval: int | None = None
+    save_interval: int | None = None
+    max_lag: int = 0
+
+    def is_eval_due(self, done: int) -> bool:
+        if self.eval_interval is None:
+            return False
+        return done % self.eval_interval == 0 or done >= self.num_rollout
+
+    def is_save_due(self, done: int) -> bool:
+        if self.save_interval is None:
+            return False
+        return done % self.save_interval == 0 or done >= self.num_rollout
+
+
+class Parts(Protocol):
+    """What the loop drives; a runtime is one implementation of this."""
+
+    async def collect(self, rollout_id: int) -> Collection:
+        """Draw prompts, generate, score."""
+        ...
+
+    async def train(self, rollout_id: int, groups: Sequence[Group]) -> Sequence[Metric]:
+        """Take the optimizer steps of one rollout."""
+        ...
+
+    async def publish(self, version: int) -> Sequence[Metric]:
+        """Hand the weights to the engine."""
+        ...
+
+    async def evaluate(self, done: int) -> None:
+        """Evaluate the weights after `done` rollouts."""
+        ...
+
+    async def save(self, done: int) -> Sequence[Metric]:
+        """Write a checkpoint that resumes at rollout `done`."""
+        ...
+
+    def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
+        """Take the metrics of a finished rollout."""
+        ...
+
+
+async def train_loop(parts: Parts, lease: Lease, schedule: Schedule) -> None:
+    """Run rollouts `start_rollout_id` to `num_rollout` - 1; whatever a part raises ends the loop."""
+    start, end = schedule.start_rollout_id, schedule.num_rollout
+    in_flight: deque[asyncio.Task[Collection]] = deque()
+    next_id = start
+    carried: list[Metric] = []  # of a save: the line of its own rollout is written before it
+    if schedule.is_eval_due(start):
+        async with lease.hold("rollout"):
+            await parts.evaluate(start)
+    try:
+        for rollout_id in range(start, end):
+            began = time.perf_counter()
+            async with lease.hold("rollout"):
+                while next_id < end and next_id <= rollout_id + schedule.max_lag:
+                    in_flight.append(asyncio.create_task(parts.collect(next_id)))
+                    next_id += 1
+                collection = await in_flight.popleft()
+            async with lease.hold("training"):
+                metrics = [*collection.metrics, *await parts.train(rollout_id, collection.groups)]
+            metrics += await parts.publish(rollout_id + 1)
+            metrics += [metric("perf/step_seconds", time.perf_counter() - began), *carried]
+            parts.record(rollout_id, metrics)
+            carried = list(await parts.save(rollout_id + 1)) if schedule.is_save_due(rollout_id + 1) else []
+            if schedule.is_eval_due(rollout_id + 1):
+                async with lease.hold("rollout"):
+                    await parts.evaluate(rollout_id + 1)
+    finally:
+        for task in in_flight:
+            task.cancel()
+        await asyncio.gather(*in_flight, return_exceptions=True)

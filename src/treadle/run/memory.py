@@ -1,0 +1,152 @@
+"""How much memory a run takes, by part, and how much the machine has.
+
+Estimates: weights and optimizer are exact; activations are counted from the widths of the linear layers with a factor
+measured on Llama-shaped models (saved tensors of a packed forward pass, within 5 %).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle.config import Config, batch_arithmetic
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_SAVED_PER_LINEAR_WIDTH = 1.2
+"""Saved tensors of the body, in units of (input + output width of all its linear layers) per token."""
+_LOGIT_TILES = 4
+"""Tiles of logits that exist at once."""
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The numbers of a model that memory depends on.
+
+    `parameters` counts tied weights once. `kv_dim` is the width of the keys (and of the values) of one layer.
+    `linear_width` sums input and output widths of all linear layers but the head.
+    """
+
+    name: str
+    parameters: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    kv_dim: int
+    linear_width: int
+    context: int
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One line of the estimate."""
+
+    name: str
+    num_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """Memory in bytes, and what has it."""
+
+    total: int
+    available: int
+    what: str = "this machine"
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as GiB with three digits that matter.
+
+    >>> gib(3 * 2**30), gib(2**29)
+    ('3.00 GiB', '0.50 GiB')
+    """
+    value = num_bytes / 2**30
+    return f"{value:.2f} GiB" if value < 100 else f"{value:.0f} GiB"
+
+
+def memory_parts(config: Config, shape: ModelShape) -> tuple[MemoryPart, ...]:
+    """What the run holds in memory when it holds most."""
+    parts = list(_generation(config, shape)) if not config.debug.debug_train_only else []
+    if not config.debug.debug_rollout_only:
+        parts = [*_training(config, shape), *parts]
+    return (MemoryPart(f"weights ({shape.dtype})", shape.parameters * _DTYPE_BYTES[shape.dtype]), *parts)
+
+
+def _training(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
+    parameters = shape.parameters
+    if shape.dtype != "float32":
+        yield MemoryPart("master weights (float32)", parameters * 4)
+    yield MemoryPart("gradients (float32)", parameters * 4)
+    yield MemoryPart("Adam (two moments)", parameters * 8)
+    if config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0:
+        name = config.model.ref_load or "the starting model"
+        yield MemoryPart("reference model", parameters * _DTYPE_BYTES[shape.dtype], name)
+    tokens = micro_batch_tokens(config)
+    yield MemoryPart("activations", _activation_bytes(config, shape, tokens), f"a micro-batch of {tokens} tokens")
+    yield MemoryPart("logits", _logit_bytes(shape), "made in tiles")
+
+
+def _generation(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
+    per_token = 2 * shape.num_layers * shape.kv_dim * _DTYPE_BYTES[shape.dtype]
+    room = int(config.rollout.kv_cache_gib * 2**30)
+    longest = _sample_tokens(config)
+    at_once = min(room // (per_token * longest), config.rollout.max_running_requests)
+    yield MemoryPart("KV cache", room, f"{room // per_token} tokens: {at_once} samples of {longest} tokens at once")
+
+
+def _sample_tokens(config: Config) -> int:
+    """Tokens of a long sample: the response limit, and the prompt limit where one is given."""
+    return config.rollout.rollout_max_response_len + (config.data.rollout_max_prompt_len or 0)
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """Most tokens in a micro-batch; never more than an optimizer step has."""
+    longest, batch = _sample_tokens(config), batch_arithmetic(config).global_batch_size
+    if config.train.use_dynamic_batch_size:
+        return max(longest, min(config.train.max_tokens_per_gpu, batch * longest))
+    return min(config.train.micro_batch_size or 1, batch) * longest
+
+
+def _activation_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
+    size = _DTYPE_BYTES[shape.dtype]
+    attended = min(_sample_tokens(config), tokens)
+    batched = config.model.attention_backend == "batched" or (
+        config.model.attention_backend == "auto" and shape.device == "cpu"
+    )
+    scores = shape.num_layers * shape.num_heads * attended * size if batched else 0
+    per_token = _SAVED_PER_LINEAR_WIDTH * size * shape.linear_width + scores
+    if config.model.gradient_checkpointing:
+        per_token = per_token / shape.num_layers + shape.num_layers * shape.hidden_size * size
+    return int(tokens * per_token)
+
+
+def _logit_bytes(shape: ModelShape) -> int:
+    from treadle.algorithms.logprobs import CPU_TILE, GPU_TILE
+
+    rows, columns = GPU_TILE if shape.device == "cuda" else CPU_TILE
+    return _LOGIT_TILES * rows * min(columns, shape.vocab_size) * 4
+
+
+def machine_memory(device: str) -> MachineMemory:
+    """Memory of the GPU, or of this machine (of its container, where that has a limit)."""
+    if device == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return MachineMemory(total, free, "the GPU")
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limit = min([memory.total, *_container_limits()])
+    return MachineMemory(limit, min(limit, memory.available))
+
+
+def _container_limits() -> Iterator[int]:
+    for path in _CGROUP_LIMITS:
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            yield int(text)

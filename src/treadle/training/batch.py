@@ -1,0 +1,125 @@
+"""Samples as tensors.
+
+A `Batch` is ragged: what is per token lies end to end, `lengths` says where each sample ends. Every field declares
+its role, and `select`, `concat` and `to` are generic over the roles, so a new field is one line and can't be lost
+on the way.
+
+Axis letters: `S` samples, `T` tokens of all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from treadle.types import Sample
+
+
+MAX_TRAJECTORIES = 1 << 20
+"""Trajectories a group may have: their ids in a batch are unique over groups."""
+
+
+class Role(StrEnum):
+    """What the first axis of a field counts."""
+
+    PER_TOKEN = "per_token"
+    PER_SAMPLE = "per_sample"
+    STATIC = "static"
+
+
+def _per_token(optional: bool = False) -> Any:
+    return field(metadata={"role": Role.PER_TOKEN}, **({"default": None} if optional else {}))
+
+
+def _per_sample(optional: bool = False) -> Any:
+    return field(metadata={"role": Role.PER_SAMPLE}, **({"default": None} if optional else {}))
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one optimizer step trains on; optional fields are None until something computes them."""
+
+    lengths: Int[Tensor, "S"] = _per_sample()
+    group_ids: Int[Tensor, "S"] = _per_sample()
+    trajectory_ids: Int[Tensor, "S"] = _per_sample()
+    temperatures: Float[Tensor, "S"] = _per_sample()
+    rewards: Float[Tensor, "S"] = _per_sample()
+    token_ids: Int[Tensor, "T"] = _per_token()
+    loss_mask: Bool[Tensor, "T"] = _per_token()  # True where the token is trained
+    rollout_logprobs: Float[Tensor, "T"] = _per_token()
+    advantages: Float[Tensor, "T"] | None = _per_token(optional=True)
+    loss_weights: Float[Tensor, "T"] | None = _per_token(optional=True)  # of each token in the reduction
+    old_logprobs: Float[Tensor, "T"] | None = _per_token(optional=True)
+    ref_logprobs: Float[Tensor, "T"] | None = _per_token(optional=True)
+
+    def __len__(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def offsets(self) -> Int[Tensor, "S"]:
+        """Where each sample begins in the per-token fields."""
+        return torch.cumsum(self.lengths, 0) - self.lengths
+
+    @property
+    def sample_index(self) -> Int[Tensor, "T"]:
+        """Which sample each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.lengths.device), self.lengths)
+
+    def select(self, indices: Sequence[int]) -> Batch:
+        """The samples at `indices`, in that order."""
+        picked = torch.as_tensor(list(indices), dtype=torch.int64, device=self.lengths.device)
+        lengths = self.lengths[picked]
+        starts = torch.repeat_interleave(self.offsets[picked] - (torch.cumsum(lengths, 0) - lengths), lengths)
+        tokens = starts + torch.arange(int(lengths.sum()), device=lengths.device)
+        chosen = {Role.PER_SAMPLE: picked, Role.PER_TOKEN: tokens}
+        return replace(self, **{name: value[chosen[role]] for name, role, value in self._present()})
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with every tensor on `device`."""
+        return replace(self, **{name: value.to(device) for name, _, value in self._present()})
+
+    def _present(self) -> list[tuple[str, Role, Tensor]]:
+        named = ((f.name, f.metadata["role"], getattr(self, f.name)) for f in fields(self))
+        return [(name, role, value) for name, role, value in named if role != Role.STATIC and value is not None]
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """Join batches sample after sample; an optional field must be there in all of them or in none."""
+    joined: dict[str, Tensor] = {}
+    for item in fields(Batch):
+        parts = [getattr(batch, item.name) for batch in batches]
+        absent = [part is None for part in parts]
+        assert all(absent) or not any(absent), f"field {item.name} is in some of the batches only"
+        if not absent[0]:
+            joined[item.name] = torch.cat(parts)
+    return replace(batches[0], **joined)
+
+
+def batch_of(samples: Sequence[Sample]) -> Batch:
+    """Scored samples as one batch, in the order given; a sample without a reward is a mistake of ours."""
+    assert all(sample.reward is not None for sample in samples), "a sample without a reward reached the trainer"
+
+    def per_token(name: str, dtype: torch.dtype) -> Tensor:
+        parts = [getattr(sample, name) for sample in samples]
+        return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0)).to(dtype)
+
+    def per_sample(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    return Batch(
+        lengths=per_sample([len(s.token_ids) for s in samples], torch.int64),
+        group_ids=per_sample([s.group_id for s in samples], torch.int64),
+        trajectory_ids=per_sample([s.group_id * MAX_TRAJECTORIES + s.trajectory_id for s in samples], torch.int64),
+        temperatures=per_sample([s.temperature for s in samples], torch.float32),
+        rewards=per_sample([s.reward for s in samples], torch.float32),
+        token_ids=per_token("token_ids", torch.int64),
+        loss_mask=per_token("loss_mask", torch.bool),
+        rollout_logprobs=per_token("rollout_logprobs", torch.float32),
+    )

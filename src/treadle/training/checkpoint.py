@@ -1,0 +1,203 @@
+"""Checkpoints: one folder per save, written whole, then renamed.
+
+    <save>/rollout_000012/
+        model/                 a Hugging Face folder with the float32 master weights
+        optimizer.safetensors  AdamW state by parameter name
+        state.json             where the run stands: everything else that resuming needs
+        config.json            the resolved configuration
+        manifest.json          size and xxh3-128 of every file above; written last
+    <save>/latest              name of the newest folder; moved last
+
+A folder without a manifest, or with a file that does not match it, is damaged and never loaded. No pickle is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from treadle.errors import CheckpointError
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+PREFIX = "rollout_"
+CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A sound checkpoint on disk. `rollout_id` is the first rollout that is still to do."""
+
+    path: Path
+    rollout_id: int
+    state: Mapping[str, Any]
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        return load_file(self.path / "optimizer.safetensors")
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The master weights by parameter name, from one file or several shards."""
+        tensors: dict[str, Tensor] = {}
+        for file in sorted((self.path / "model").glob("*.safetensors")):
+            tensors.update(load_file(file))
+        return tensors
+
+
+def save_checkpoint(
+    folder: Path,
+    rollout_id: int,
+    *,
+    write_model: Callable[[Path], None],
+    optimizer: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    keep: int | None = None,
+) -> Path:
+    """Write a checkpoint that resumes at `rollout_id`, then move `latest` and delete all but `keep` newest.
+
+    A crash at any moment leaves the checkpoints before it as they were. Raises `CheckpointError` naming the folder
+    and the cause (disk full, no permission); what was half written is removed.
+    """
+    name = f"{PREFIX}{rollout_id:06d}"
+    work = folder / f".{name}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f".{PREFIX}*"):  # half written by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        work.mkdir()
+        write_model(work / "model")
+        save_file({key: value.contiguous() for key, value in optimizer.items()}, work / "optimizer.safetensors")
+        (work / "state.json").write_text(json.dumps({"rollout_id": rollout_id, **state}))
+        (work / "config.json").write_text(json.dumps(config, indent=2))
+        (work / MANIFEST).write_text(json.dumps(_manifest(work), indent=2))
+        _sync(work)
+        target = folder / name
+        if target.exists():  # the same rollout saved again, after a resume from an earlier one
+            os.replace(target, work.with_name(f"{work.name}.old"))
+        os.replace(work, target)
+        shutil.rmtree(work.with_name(f"{work.name}.old"), ignore_errors=True)
+        _write_latest(folder, name)
+    except Exception as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError) or "safetensor" in type(error).__name__.lower():
+            raise CheckpointError(
+                f"can't save a checkpoint in {str(folder)!r}: {error}; free space or choose another --save, earlier checkpoints are untouched"
+            ) from error
+        raise
+    if keep is not None:
+        for old in _folders(folder)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    return folder / name
+
+
+def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint to resume from: `path` is one, or a save folder, or a run folder that has `checkpoints`.
+
+    In a save folder the newest sound one is taken; each damaged one before it is named through `warn`. Raises
+    `CheckpointError` where there is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"no checkpoint at {str(path)!r}: no such folder")
+    if path.name.startswith(PREFIX):
+        fault = fault_of(path)
+        if fault:
+            raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {fault}; choose another one")
+        return _read(path)
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    for candidate in reversed(_candidates(folder)):
+        fault = fault_of(candidate)
+        if not fault:
+            return _read(candidate)
+        warn(f"checkpoint {str(candidate)!r} is damaged ({fault}); using the one before it")
+    raise CheckpointError(f"no sound checkpoint in {str(folder)!r}; start without --load")
+
+
+def fault_of(path: Path) -> str:
+    """What is wrong with a checkpoint folder, or an empty string if every file matches the manifest."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return f"{MANIFEST} is missing or unreadable"
+    for name, entry in manifest.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != entry["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, expected {entry['bytes']}"
+        if _digest(file) != entry["xxh3_128"]:
+            return f"{name} does not match its checksum"
+    return ""
+
+
+def check_same_model(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise `CheckpointError` naming the first weight that the checkpoint and this run's model do not share."""
+    where = f"checkpoint {str(checkpoint.path)!r} is of another model"
+    for name, tensor in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"{where}: it has no weight {name!r}; check --hf-checkpoint")
+        if tensors[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{where}: {name!r} has shape {tuple(tensors[name].shape)}, this run's {tuple(tensor.shape)}; check --hf-checkpoint"
+            )
+    extra = sorted(set(tensors) - set(expected))
+    if extra:
+        raise CheckpointError(f"{where}: it has a weight {extra[0]!r} that this run's has not; check --hf-checkpoint")
+
+
+def _read(path: Path) -> Checkpoint:
+    state = json.loads((path / "state.json").read_text())
+    return Checkpoint(path, state["rollout_id"], state)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.is_dir() and p.name.startswith(PREFIX))
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Checkpoints up to the one `latest` names; without that file, all of them."""
+    folders = _folders(folder)
+    try:
+        newest = (folder / LATEST).read_text().strip()
+    except OSError:
+        return folders
+    return [p for p in folders if p.name <= newest]
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    return {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "xxh3_128": _digest(file)} for file in files
+    }
+
+
+def _digest(file: Path) -> str:
+    state = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _write_latest(folder: Path, name: str) -> None:
+    temporary = folder / f".{LATEST}.{os.getpid()}"
+    temporary.write_text(name + "\n")
+    os.replace(temporary, folder / LATEST)

@@ -1,0 +1,123 @@
+"""What the configured algorithm computes: advantages, token weights, policy loss and KL, and which logprobs they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from treadle.algorithms.advantages import AdvantageInputs, AdvantageSettings, Estimator, compute_advantages, find_estimator
+from treadle.algorithms.kl import k3, kl_per_token
+from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, find_policy_loss
+from treadle.algorithms.reduce import Denominators, Mode, token_weights, trajectory_tokens
+from treadle.config import AlgorithmSection
+from treadle.training.batch import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """The algorithm section, resolved to functions."""
+
+    section: AlgorithmSection
+    estimator: Estimator
+    policy_loss_fn: PolicyLossFn
+
+    @property
+    def entropy_coef(self) -> float:
+        return self.section.entropy_coef
+
+    @property
+    def kl_loss_coef(self) -> float:
+        return self.section.kl_loss_coef if self.section.use_kl_loss else 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """True where KL to a reference is in the reward or in the loss (or measured, with coefficient 0)."""
+        return self.section.kl_coef > 0 or self.section.use_kl_loss
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True where something reads the policy's logprobs before the first step (more than one step does as well)."""
+        return self.section.kl_coef > 0
+
+    @property
+    def only_advantages(self) -> bool:
+        """True where a sample without advantage adds nothing to the loss: there is no entropy and no KL term."""
+        return self.entropy_coef == 0 and self.kl_loss_coef == 0
+
+    def advantages(self, batch: Batch) -> Float[Tensor, "T"]:
+        """Advantages of a whole rollout, float32 [T], 0 on untrained tokens."""
+        section = self.section
+        kl = None
+        if section.kl_coef > 0:
+            assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+            kl = kl_per_token("k1", batch.old_logprobs, batch.ref_logprobs)
+        inputs = AdvantageInputs(
+            rewards=batch.rewards,
+            group_ids=batch.group_ids,
+            sample_index=batch.sample_index,
+            mask=batch.loss_mask,
+            trajectory_ids=batch.trajectory_ids,
+            kl=kl,
+        )
+        settings = AdvantageSettings(
+            std_normalization=section.grpo_std_normalization,
+            whiten=True if section.normalize_advantages else None,
+            kl_coef=section.kl_coef,
+            gamma=section.gamma,
+            lambd=section.lambd,
+        )
+        return compute_advantages(self.estimator, inputs, settings).advantages
+
+    def loss_weights(self, batch: Batch, global_batch_size: int) -> Float[Tensor, "T"]:
+        """Weight of each token in the loss of one optimizer step; `batch` is the whole step."""
+        section = self.section
+        mode = Mode.PER_SAMPLE
+        if section.calculate_per_token_loss:
+            mode = Mode.PER_TOKEN
+        elif section.loss_length_divisor is not None:
+            mode = Mode.CONSTANT
+        lengths = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sample_index, batch.loss_mask.long())
+        denominators = Denominators(
+            mode=mode,
+            batch_size=global_batch_size,
+            total_tokens=float(lengths.sum()),
+            max_length=section.loss_length_divisor or 0,
+        )
+        per_sample = trajectory_tokens(lengths, batch.trajectory_ids)
+        return token_weights(batch.sample_index, per_sample, denominators, batch.loss_mask)
+
+    def policy_loss(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sample_index: Int64[Tensor, "K"], num_samples: int
+    ) -> PolicyLoss:
+        """Policy loss per trained token."""
+        section = self.section
+        return self.policy_loss_fn(
+            PolicyLossInputs(
+                logprobs,
+                old_logprobs,
+                advantages,
+                sample_index,
+                num_samples=num_samples,
+                eps_clip=section.eps_clip,
+                eps_clip_high=section.eps_clip_high,
+                eps_clip_c=section.eps_clip_c,
+            )
+        )
+
+    def kl(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """KL per trained token by the configured estimator, with gradient."""
+        return kl_per_token(self.section.kl_loss_type, logprobs, ref_logprobs)
+
+    @staticmethod
+    def measured_kl(logprobs: Tensor, other: Tensor) -> Tensor:
+        """KL per trained token for the log: always k3."""
+        return k3(logprobs, other)
+
+
+def build_objective(section: AlgorithmSection) -> Objective:
+    """Resolve the names of the algorithm section; raises `ConfigError` for an unknown one."""
+    estimator = find_estimator(section.advantage_estimator)
+    return Objective(section, estimator, find_policy_loss(estimator.policy_loss))

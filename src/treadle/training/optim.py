@@ -1,0 +1,132 @@
+"""AdamW on float32 master weights, with the schedule, clipping, and what happens to a broken gradient.
+
+Where the module computes in bfloat16 the masters are copies of its parameters: gradients are summed into float32
+as the backward pass makes them, and the new weights are cast into the module once a step. Where the module is
+float32 its parameters are the masters, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from treadle.config.sections import OptimSection
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did. `broken` names the first parameter with a non-finite gradient, if any."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+    broken: str = ""
+
+
+def learning_rate(step: int, optim: OptimSection, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine decay."""
+    if step < optim.lr_warmup_steps:
+        return optim.lr * (step + 1) / optim.lr_warmup_steps
+    if optim.lr_decay_style == "constant":
+        return optim.lr
+    span = max(1, (optim.lr_decay_steps or total_steps) - optim.lr_warmup_steps)
+    done = min(1.0, (step - optim.lr_warmup_steps) / span)
+    left = 1 - done if optim.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return optim.min_lr + (optim.lr - optim.min_lr) * left
+
+
+class MasterOptimizer:
+    """The master weights of a module and their AdamW state."""
+
+    def __init__(self, module: nn.Module, optim: OptimSection, total_steps: int):
+        self.optim, self.total_steps = optim, total_steps
+        self.params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.masters: dict[str, nn.Parameter] = {}
+        for name, param in self.params.items():
+            if param.dtype == torch.float32:
+                self.masters[name] = param
+            else:
+                self.masters[name] = nn.Parameter(param.detach().float())
+                param.register_post_accumulate_grad_hook(self._gatherer(self.masters[name]))
+        matrices = [p for p in self.masters.values() if p.ndim >= 2]
+        vectors = [p for p in self.masters.values() if p.ndim < 2]
+        self.adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=optim.lr,
+            betas=(optim.adam_beta1, optim.adam_beta2),
+            eps=optim.adam_eps,
+            fused=True,
+        )
+        self.num_steps = 0
+
+    @staticmethod
+    def _gatherer(master: nn.Parameter):
+        def gather(param: Tensor) -> None:
+            assert param.grad is not None
+            if master.grad is None:
+                master.grad = param.grad.float()
+            else:
+                master.grad.add_(param.grad)
+            param.grad = None
+
+        return gather
+
+    def step(self, loss_is_finite: bool) -> StepResult:
+        """Clip, update the masters, cast them into the module, and drop the gradients.
+
+        A non-finite loss or gradient leaves weights and AdamW state untouched; the schedule moves on all the same.
+        """
+        lr = learning_rate(self.num_steps, self.optim, self.total_steps)
+        self.num_steps += 1
+        for master in self.masters.values():
+            if master.grad is None:  # nothing in the batch reached it: a gradient of zero, which momentum may still move
+                master.grad = torch.zeros_like(master)
+        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.optim.clip_grad)
+        finite = loss_is_finite and bool(torch.isfinite(norm))
+        broken = ""
+        if finite:
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+            self.publish()
+        else:
+            broken = next((name for name, p in self.masters.items() if not torch.isfinite(p.grad).all()), "")
+        self.adamw.zero_grad(set_to_none=True)
+        return StepResult(float(norm), lr, skipped=not finite, broken=broken)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Cast the masters into the module's parameters; nothing to do where they are the same tensors."""
+        apart = [(p, self.masters[name]) for name, p in self.params.items() if p is not self.masters[name]]
+        if apart:
+            torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """AdamW's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`."""
+        out: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            for key, value in self.adamw.state.get(master, {}).items():
+                out[f"{key}.{name}"] = value
+        return out
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of `state_tensors`; parameters without a state there start fresh."""
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            kind, name = key.split(".", 1)
+            by_name.setdefault(name, {})[kind] = value
+        for name, state in by_name.items():
+            master = self.masters[name]
+            moved = {k: v.clone() if k == "step" else v.to(master.device, copy=True) for k, v in state.items()}
+            self.adamw.state[master] = moved
+
+    @torch.no_grad()
+    def load_masters(self, tensors: dict[str, Tensor]) -> None:
+        """Set the master weights (same names and shapes) and cast them into the module."""
+        for name, master in self.masters.items():
+            master.copy_(tensors[name])
+        self.publish()

@@ -1,0 +1,162 @@
+"""Which samples share a micro-batch, and how a micro-batch lies in one packed row.
+
+Samples of a group that are in the same micro-batch share their common prompt: it is computed once. The last token
+of a sequence predicts nothing and is not fed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from treadle.models.layout import Family, PackedLayout
+from treadle.training.batch import Batch
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A micro-batch as the model sees it; `K` counts trained tokens, `N` tokens fed.
+
+    `predictors[k]` is the place in the row whose hidden state predicts trained token k, `tokens[k]` that token's
+    place in the per-token fields of the batch.
+    """
+
+    layout: PackedLayout
+    token_ids: Int[Tensor, "N"]
+    predictors: Int[Tensor, "K"]
+    tokens: Int[Tensor, "K"]
+    targets: Int[Tensor, "K"]
+    sample_index: Int[Tensor, "K"]
+    temperatures: Float[Tensor, "K"]
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same micro-batch with every tensor on `device`."""
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "layout"}
+        return replace(self, layout=PackedLayout(self.layout.families, device), **moved)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Samples of one group that are packed together."""
+
+    samples: tuple[int, ...]
+    num_tokens: int
+    longest: int
+
+
+def pack(batch: Batch) -> PackedBatch:
+    """Lay a batch out in one row; groups are found by id, wherever their samples are."""
+    lengths, offsets = batch.lengths.tolist(), batch.offsets.tolist()
+    token_ids, mask = batch.token_ids.numpy(), batch.loss_mask.numpy()
+    families: list[Family] = []
+    fed: list[np.ndarray] = []
+    predictors: list[np.ndarray] = []
+    trained: list[np.ndarray] = []
+    at = 0
+    for members in _groups(batch.group_ids.tolist()):
+        shared = _shared_prefix(members, lengths, offsets, token_ids, mask)
+        first = offsets[members[0]]
+        fed.append(token_ids[first : first + shared])
+        suffixes = []
+        start = at + shared
+        for i in members:
+            own = max(0, lengths[i] - 1 - shared)
+            fed.append(token_ids[offsets[i] + shared : offsets[i] + shared + own])
+            places = np.flatnonzero(mask[offsets[i] : offsets[i] + lengths[i]])
+            before = places - 1
+            predictors.append(np.where(before < shared, at + before, start + before - shared))
+            trained.append(offsets[i] + places)
+            suffixes.append(own)
+            start += own
+        families.append(Family(shared, tuple(suffixes)))
+        at = start
+    tokens = torch.from_numpy(_joined(trained))
+    sample_index = batch.sample_index[tokens]
+    return PackedBatch(
+        layout=PackedLayout(tuple(families)),
+        token_ids=torch.from_numpy(_joined(fed)),
+        predictors=torch.from_numpy(_joined(predictors)),
+        tokens=tokens,
+        targets=batch.token_ids[tokens],
+        sample_index=sample_index,
+        temperatures=batch.temperatures[sample_index],
+    )
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+
+def _groups(group_ids: Sequence[int]) -> list[list[int]]:
+    """Indices of each group's samples, groups in order of first appearance."""
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(group_ids):
+        members.setdefault(group, []).append(i)
+    return list(members.values())
+
+
+def _shared_prefix(
+    members: list[int], lengths: list[int], offsets: list[int], token_ids: np.ndarray, mask: np.ndarray
+) -> int:
+    """Tokens that all members begin with and none of them trains."""
+    for i in members:
+        if lengths[i] and mask[offsets[i]]:
+            raise ValueError(f"sample {i} trains its first token, which nothing predicts; begin it with a masked token")
+    limit = min(lengths[i] for i in members)
+    head = token_ids[offsets[members[0]] : offsets[members[0]] + limit]
+    for i in members:
+        part = slice(offsets[i], offsets[i] + limit)
+        differs = np.flatnonzero((token_ids[part] != head[:limit]) | mask[part])
+        limit = min(limit, int(differs[0]) if len(differs) else limit)
+    return limit
+
+
+def plan_micro_batches(batch: Batch, *, max_tokens: int | None, micro_batch_size: int | None) -> list[list[int]]:
+    """Split a batch's samples into micro-batches; returns the sample indices of each.
+
+    With `max_tokens`, groups stay whole where they fit, micro-batches hold similar lengths and are balanced, and
+    none is over the limit unless a single sample is. With `micro_batch_size`, that many samples each, in order.
+    """
+    assert (max_tokens is None) != (micro_batch_size is None)
+    if micro_batch_size is not None:
+        return [list(range(i, min(i + micro_batch_size, len(batch)))) for i in range(0, len(batch), micro_batch_size)]
+    assert max_tokens is not None
+    units = [unit for members in _groups(batch.group_ids.tolist()) for unit in _units(batch, members, max_tokens)]
+    units.sort(key=lambda unit: (unit.longest, unit.num_tokens))  # stable: equal units keep their order
+    total = sum(unit.num_tokens for unit in units)
+    for count in range(max(1, -(-total // max_tokens)), len(units) + 1):
+        slices = _balanced_slices(units, count)
+        if all(len(s) == 1 or sum(u.num_tokens for u in s) <= max_tokens for s in slices):
+            return [[i for unit in s for i in unit.samples] for s in slices if s]
+    return []
+
+
+def _units(batch: Batch, members: list[int], max_tokens: int) -> list[_Unit]:
+    """A group as one unit, or as several where it does not fit (each then computes the prompt again)."""
+    lengths = batch.lengths.numpy()
+    shared = _shared_prefix(
+        members, lengths.tolist(), batch.offsets.tolist(), batch.token_ids.numpy(), batch.loss_mask.numpy()
+    )
+    own = {i: max(0, int(lengths[i]) - 1 - shared) for i in members}
+    units: list[_Unit] = []
+    current: list[int] = []
+    for i in sorted(members, key=lambda i: (own[i], i)):
+        if current and shared + sum(own[j] for j in current) + own[i] > max_tokens:
+            units.append(_Unit(tuple(current), shared + sum(own[j] for j in current), own[current[-1]]))
+            current = []
+        current.append(i)
+    units.append(_Unit(tuple(current), shared + sum(own[j] for j in current), own[current[-1]]))
+    return units
+
+
+def _balanced_slices(units: list[_Unit], count: int) -> list[list[_Unit]]:
+    """Cut an ordered list into `count` runs of about equal token sums."""
+    sums = np.cumsum([unit.num_tokens for unit in units])
+    cuts = [int(np.searchsorted(sums - sums[0] / 2, sums[-1] * k / count)) for k in range(1, count)]
+    edges = [0, *cuts, len(units)]
+    return [units[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]

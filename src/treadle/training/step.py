@@ -1,0 +1,123 @@
+"""One micro-batch: from packed tokens to a loss, and what it says about the policy.
+
+Axis letters: `K` trained tokens of the micro-batch, `T` all its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from treadle.algorithms.logprobs import logprobs_and_entropy
+from treadle.metrics import Metric, metric
+from treadle.models.attention import Backend, PackedAttention
+from treadle.models.forward import head_of, hidden_states
+from treadle.training.batch import Batch
+from treadle.training.objective import Objective
+from treadle.training.packing import PackedBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchResult:
+    """The loss of a micro-batch (its share of the step's loss) and the per-token numbers it was made of."""
+
+    loss: Tensor
+    policy_loss: float
+    kl_loss: float
+    entropy: Float[Tensor, "K"]
+    ratio: Float[Tensor, "K"]
+    clipped: Bool[Tensor, "K"]
+    advantages: Float[Tensor, "K"]
+    kl: Float[Tensor, "K"]
+    rollout_gap: Float[Tensor, "K"]  # trainer's logprob before the step minus the engine's
+
+
+def packed_logprobs(model: PreTrainedModel, packed: PackedBatch, backend: Backend) -> Float[Tensor, "K"]:
+    """Logprobs of the trained tokens at their sampling temperature."""
+    return _logprobs(model, packed, backend, with_entropy=False, entropy_grad=False)[0]
+
+
+def _logprobs(
+    model: PreTrainedModel, packed: PackedBatch, backend: Backend, *, with_entropy: bool, entropy_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    plan = PackedAttention(packed.layout, backend)
+    hidden = hidden_states(model, packed.token_ids, packed.layout.position_ids, plan)
+    head = head_of(model)
+    return logprobs_and_entropy(
+        hidden.index_select(0, packed.predictors),
+        head.weight,
+        packed.targets,
+        packed.temperatures,
+        bias=head.bias,
+        logit_scale=head.scale,
+        logit_softcap=head.softcap,
+        with_entropy=with_entropy,
+        entropy_grad=entropy_grad,
+    )
+
+
+def micro_batch_loss(
+    model: PreTrainedModel, packed: PackedBatch, batch: Batch, objective: Objective, backend: Backend
+) -> MicroBatchResult:
+    """Forward pass and loss; `batch` holds what belongs to `packed`, on the same device."""
+    logprobs, entropy = _logprobs(
+        model, packed, backend, with_entropy=True, entropy_grad=objective.entropy_coef != 0
+    )
+    assert entropy is not None and batch.advantages is not None and batch.loss_weights is not None
+    now = logprobs.detach()
+    at = packed.tokens
+    old = now if batch.old_logprobs is None else batch.old_logprobs[at]
+    ref = None if batch.ref_logprobs is None else batch.ref_logprobs[at]
+    rollout = batch.rollout_logprobs[at]
+    advantages, weights = batch.advantages[at], batch.loss_weights[at]
+    policy = objective.policy_loss(logprobs, old, advantages, packed.sample_index, len(batch))
+    policy_loss = (policy.loss * weights).sum()
+    loss = policy_loss
+    kl_loss = 0.0
+    if objective.entropy_coef:
+        loss = loss - objective.entropy_coef * (entropy * weights).sum()
+    if objective.kl_loss_coef:
+        assert ref is not None
+        term = (objective.kl(logprobs, ref) * weights).sum()
+        loss = loss + objective.kl_loss_coef * term
+        kl_loss = float(term.detach())
+    return MicroBatchResult(
+        loss=loss,
+        policy_loss=float(policy_loss.detach()),
+        kl_loss=kl_loss,
+        entropy=entropy.detach(),
+        ratio=policy.ratio.detach(),
+        clipped=policy.clipped,
+        advantages=advantages,
+        kl=objective.measured_kl(now, rollout if ref is None else ref),
+        rollout_gap=old - rollout,
+    )
+
+
+def micro_batch_metrics(result: MicroBatchResult) -> list[Metric]:
+    """Means over the trained tokens of the micro-batch, weighted so that micro-batches join exactly."""
+    count = result.ratio.shape[0]
+
+    def mean(name: str, values: Tensor) -> Metric:
+        return metric(name, float(values.double().mean()), count)
+
+    gap = result.rollout_gap
+    return [
+        mean("train/entropy", result.entropy),
+        mean("train/kl", result.kl),
+        mean("train/clip_fraction", result.clipped.float()),
+        mean("train/ratio_mean", result.ratio),
+        metric("train/ratio_max", float(result.ratio.max())),
+        mean("train/advantage_mean", result.advantages),
+        mean("train/advantage_abs_mean", result.advantages.abs()),
+        mean("train/rollout_logprob_abs_diff", gap.abs()),
+        metric("train/rollout_logprob_abs_diff_max", float(gap.abs().max())),
+        mean("train/rollout_kl", torch.expm1(gap) - gap),
+    ]

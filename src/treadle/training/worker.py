@@ -1,0 +1,190 @@
+"""The trainer of one process: samples in, new weights and metrics out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from treadle.config import BatchArithmetic, Config
+from treadle.metrics import Metric, metric
+from treadle.models.load import save_model
+from treadle.training.batch import Batch, batch_of
+from treadle.training.checkpoint import Checkpoint, check_same_model
+from treadle.training.objective import Objective, build_objective
+from treadle.training.optim import MasterOptimizer
+from treadle.training.packing import PackedBatch, pack, plan_micro_batches
+from treadle.training.step import micro_batch_loss, micro_batch_metrics, packed_logprobs
+from treadle.types import Group, Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Trainer:
+    """A model, its optimizer, and what one rollout does to them.
+
+    `reference` is needed where the objective uses KL; `warn` hears of skipped steps.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: Config,
+        arithmetic: BatchArithmetic,
+        total_steps: int,
+        reference: PreTrainedModel | None = None,
+        warn: Callable[[str], None] = print,
+    ):
+        self.model, self.config, self.arithmetic, self.reference, self.warn = model, config, arithmetic, reference, warn
+        self.device = next(model.parameters()).device
+        self.objective: Objective = build_objective(config.algorithm)
+        assert not self.objective.needs_reference or reference is not None, "the objective needs a reference model"
+        self.optimizer = MasterOptimizer(model, config.optim, total_steps)
+        if config.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    # One rollout
+
+    def train(self, groups: Sequence[Group]) -> list[Metric]:
+        """Take the rollout's optimizer steps; failed samples are left out and counted."""
+        began = time.perf_counter()
+        samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
+        batch = batch_of(samples)
+        if len(batch):
+            batch = self._score(batch)
+            batch = replace(batch, advantages=self.objective.advantages(batch))
+        before = self.optimizer.num_steps
+        for step in range(self.arithmetic.num_steps_per_rollout):
+            part = batch.select([i for i, of in enumerate(steps) if of == step])
+            metrics += self._step(part)
+        seconds = time.perf_counter() - began
+        metrics += [
+            metric("train/seconds", seconds),
+            metric("train/tokens_per_second", int(batch.lengths.sum()) / seconds),
+            metric("train/num_samples", len(batch)),
+            metric("train/num_tokens", int(batch.loss_mask.sum())),
+            metric("train/num_steps", self.optimizer.num_steps - before),
+        ]
+        return metrics
+
+    def _choose(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[Metric]]:
+        """The samples to train on, and which optimizer step each belongs to.
+
+        A step is a fixed share of the rollout whatever was left out, so its denominators do not change.
+        """
+        kept: list[Sample] = []
+        steps: list[int] = []
+        dropped: dict[str, int] = {}
+        for place, sample in enumerate(samples):
+            reason = _reason_to_drop(sample)
+            if reason:
+                dropped[reason] = dropped.get(reason, 0) + 1
+                continue
+            kept.append(sample)
+            steps.append(place * self.arithmetic.num_steps_per_rollout // len(samples))
+        return kept, steps, [metric(f"rollout/dropped/{reason}", count) for reason, count in sorted(dropped.items())]
+
+    def _score(self, batch: Batch) -> Batch:
+        """Add the logprobs the objective needs, and only those."""
+        if self.objective.needs_old_logprobs or self.arithmetic.num_steps_per_rollout > 1:
+            batch = replace(batch, old_logprobs=self.logprobs(batch, self.model))
+        if self.objective.needs_reference:
+            assert self.reference is not None
+            batch = replace(batch, ref_logprobs=self.logprobs(batch, self.reference))
+        return batch
+
+    def logprobs(self, batch: Batch, model: PreTrainedModel) -> Tensor:
+        """Logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
+        out = torch.zeros(batch.token_ids.shape[0])
+        offsets = batch.offsets
+        with torch.no_grad():
+            for indices in self._micro_batches(batch):
+                part = batch.select(indices)
+                packed = self._pack(part)
+                found = packed_logprobs(model, packed, self.config.model.attention_backend).cpu()
+                places = packed.tokens.cpu()
+                sample = part.sample_index[places]
+                out[places - part.offsets[sample] + offsets[torch.tensor(indices)][sample]] = found
+        return out
+
+    # One optimizer step
+
+    def _step(self, batch: Batch) -> list[Metric]:
+        """Forward and backward over the micro-batches, then one update."""
+        batch = replace(batch, loss_weights=self.objective.loss_weights(batch, self.arithmetic.global_batch_size))
+        whole, batch = batch, self._with_signal(batch)
+        metrics = [metric("train/num_skipped_samples", len(whole) - len(batch))]
+        loss = policy_loss = kl_loss = 0.0
+        self.model.train(self.config.model.gradient_checkpointing)
+        plan = self._micro_batches(batch)
+        for indices in plan:
+            part = batch.select(indices)
+            packed = self._pack(part)
+            if not packed.tokens.shape[0]:
+                continue
+            result = micro_batch_loss(
+                self.model, packed, part.to(self.device), self.objective, self.config.model.attention_backend
+            )
+            result.loss.backward()
+            loss += float(result.loss.detach())
+            policy_loss += result.policy_loss
+            kl_loss += result.kl_loss
+            metrics += micro_batch_metrics(result)
+        self.model.eval()
+        update = self.optimizer.step(loss_is_finite=bool(torch.isfinite(torch.tensor(loss))))
+        if update.skipped:
+            cause = f"the gradient of {update.broken} is not finite" if update.broken else f"the loss is {loss}"
+            self.warn(f"optimizer step {self.optimizer.num_steps - 1} skipped, weights unchanged: {cause}")
+        return [
+            *metrics,
+            metric("train/loss", loss),
+            metric("train/policy_loss", policy_loss),
+            metric("train/kl_loss", kl_loss),
+            metric("train/grad_norm", update.grad_norm),
+            metric("train/lr", update.lr),
+            metric("train/skipped_steps", update.skipped),
+            metric("train/num_micro_batches", len(plan)),
+        ]
+
+    def _with_signal(self, batch: Batch) -> Batch:
+        """The batch without the samples that add nothing to the loss."""
+        if not (self.config.train.skip_zero_advantage and self.objective.only_advantages):
+            return batch
+        assert batch.advantages is not None
+        largest = torch.zeros(len(batch)).scatter_reduce(0, batch.sample_index, batch.advantages.abs(), "amax")
+        return batch.select(torch.nonzero(largest).squeeze(1).tolist())
+
+    def _micro_batches(self, batch: Batch) -> list[list[int]]:
+        train = self.config.train
+        if train.use_dynamic_batch_size:
+            return plan_micro_batches(batch, max_tokens=train.max_tokens_per_gpu, micro_batch_size=None)
+        return plan_micro_batches(batch, max_tokens=None, micro_batch_size=train.micro_batch_size)
+
+    def _pack(self, batch: Batch) -> PackedBatch:
+        return pack(batch).to(self.device)
+
+    # Checkpoints
+
+    def write_model(self, folder: Path) -> None:
+        """Write the master weights as a Hugging Face folder."""
+        save_model(self.model, {name: p.detach() for name, p in self.optimizer.masters.items()}, folder)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Set weights, AdamW state and schedule; raises `CheckpointError` for a checkpoint of another model."""
+        tensors = checkpoint.model_tensors()
+        check_same_model(checkpoint, tensors, self.optimizer.masters)
+        self.optimizer.load_masters(tensors)
+        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
+        self.optimizer.num_steps = checkpoint.state["optimizer_steps"]
+
+
+def _reason_to_drop(sample: Sample) -> str:
+    if sample.status is Status.FAILED or sample.reward is None:
+        return "failed"
+    return "" if sample.loss_mask.any() else "nothing_sampled"

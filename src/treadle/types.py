@@ -1,0 +1,202 @@
+"""What flows through Treadle: prompts, samples, groups, and how to sample.
+
+A `Prompt` comes from a data source, an engine turns it into n `Sample`s, and the n samples are one `Group`.
+A sample has no prompt/response split: single turn, tools, partial rollouts and plain text are all one run of
+tokens with a mask that says which of them are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+NO_VERSION = -1
+"""The weight version of a token that no engine sampled (a prompt or a tool result)."""
+
+Message = Mapping[str, Any]
+"""One chat message: `{"role": "user", "content": "…"}`."""
+
+
+class Status(StrEnum):
+    """How a sample ended."""
+
+    COMPLETED = "completed"  # the model stopped by itself: end of sequence or a stop string
+    TRUNCATED = "truncated"  # it ran into the length limit
+    ABORTED = "aborted"  # the engine was told to stop; the tokens so far are valid
+    FAILED = "failed"  # its reward or environment raised or ran out of time; never trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One draw from a data source.
+
+    `group_id` counts draws over the whole run, so the same row drawn in two epochs makes two groups.
+    `columns` is the whole row of the data set: what rewards and environments read.
+    """
+
+    group_id: int
+    token_ids: tuple[int, ...]
+    text: str
+    label: Any = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    data_name: str = ""
+    row: int = 0
+    messages: tuple[Message, ...] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How an engine picks tokens.
+
+    `temperature = 0` is greedy. `top_k = 0`, `top_p = 1` and `min_p = 0` switch the cut off. `seed` fixes the
+    tokens of sample `i` of a request whatever else is in the batch. A stop string ends the text where it
+    appears and is kept in it.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What an engine returns for one of the n samples of a request; arrays have one entry per new token.
+
+    `logprobs` are those of the distribution the token was drawn from (temperature and cuts applied; for greedy
+    decoding that of temperature 1).
+    """
+
+    index: int
+    token_ids: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T]
+    weight_versions: np.ndarray  # int32 [T]
+    status: Status
+    stop_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One finished (or aborted) trajectory; the four arrays have one entry per token of the whole sequence.
+
+    `loss_mask[t]` is True where token t is trained. `rollout_logprobs[t]` and `weight_versions[t]` belong to
+    token t itself and are 0 and `NO_VERSION` where no engine sampled it. `trajectory_id` names the rollout the
+    sample was cut from: samples that share one (fan-out) count once in the loss.
+    """
+
+    group_id: int
+    index: int
+    token_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]
+    rollout_logprobs: np.ndarray  # float32 [T]
+    weight_versions: np.ndarray  # int32 [T]
+    temperature: float
+    status: Status
+    text: str = ""
+    trajectory_id: int = 0
+    reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs), len(self.weight_versions)}
+        assert len(lengths) == 1, f"per-token arrays of a sample differ in length: {sorted(lengths)}"
+
+    @property
+    def response_length(self) -> int:
+        """How many tokens are trained."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The samples of one prompt, any number of them."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @property
+    def group_id(self) -> int:
+        return self.prompt.group_id
+
+
+def sample_to_json(sample: Sample) -> dict[str, Any]:
+    """Turn a sample into plain JSON values; `sample_from_json` gives back the same arrays bit for bit."""
+    return {
+        "group_id": sample.group_id,
+        "index": sample.index,
+        "trajectory_id": sample.trajectory_id,
+        "status": str(sample.status),
+        "reward": sample.reward,
+        "reward_parts": dict(sample.reward_parts),
+        "text": sample.text,
+        "failure": sample.failure,
+        "temperature": sample.temperature,
+        "token_ids": sample.token_ids.tolist(),
+        "loss_mask": sample.loss_mask.astype(int).tolist(),
+        "rollout_logprobs": sample.rollout_logprobs.astype(float).tolist(),
+        "weight_versions": sample.weight_versions.tolist(),
+        "metadata": dict(sample.metadata),
+    }
+
+
+def sample_from_json(row: Mapping[str, Any]) -> Sample:
+    """Inverse of `sample_to_json`; raises `KeyError` for a missing field."""
+    return Sample(
+        group_id=row["group_id"],
+        index=row["index"],
+        trajectory_id=row["trajectory_id"],
+        token_ids=np.asarray(row["token_ids"], dtype=np.int32),
+        loss_mask=np.asarray(row["loss_mask"], dtype=bool),
+        rollout_logprobs=np.asarray(row["rollout_logprobs"], dtype=np.float32),
+        weight_versions=np.asarray(row["weight_versions"], dtype=np.int32),
+        temperature=row["temperature"],
+        status=Status(row["status"]),
+        text=row["text"],
+        reward=row["reward"],
+        reward_parts=row["reward_parts"],
+        failure=row["failure"],
+        metadata=row["metadata"],
+    )
+
+
+def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+    """Turn a prompt into JSON values; columns must be JSON-like (what JSON cannot hold is written as text)."""
+    return {
+        "group_id": prompt.group_id,
+        "data_name": prompt.data_name,
+        "row": prompt.row,
+        "text": prompt.text,
+        "label": prompt.label,
+        "token_ids": list(prompt.token_ids),
+        "messages": None if prompt.messages is None else [dict(m) for m in prompt.messages],
+        "columns": dict(prompt.columns),
+        "metadata": dict(prompt.metadata),
+    }
+
+
+def prompt_from_json(row: Mapping[str, Any]) -> Prompt:
+    """Inverse of `prompt_to_json`."""
+    messages = row["messages"]
+    return Prompt(
+        group_id=row["group_id"],
+        token_ids=tuple(row["token_ids"]),
+        text=row["text"],
+        label=row["label"],
+        columns=row["columns"],
+        data_name=row["data_name"],
+        row=row["row"],
+        messages=None if messages is None else tuple(messages),
+        metadata=row["metadata"],
+    )
