@@ -41,7 +41,11 @@ class Codec:
                 "or an instruct model"
             )
         try:
-            return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+                )
+            )
         except Exception as error:  # templates are Jinja programs: they raise what they like
             raise ModelError(f"the chat template of {self.name!r} refused the messages: {error}") from error
 
@@ -51,7 +55,11 @@ class Codec:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; for people, rewards and stop strings, never to be tokenised again."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into a model folder."""

@@ -103,14 +103,16 @@ def _train(words: list[str]) -> int:
     config, recipe_name = _load("train", words)
     from treadle.run.start import train
 
-    return train(config, recipe_name) or 0
+    train(config, recipe_name)
+    return 0
 
 
 def _eval(words: list[str]) -> int:
     config, recipe_name = _load("eval", words)
     from treadle.run.start import evaluate
 
-    return evaluate(config, recipe_name) or 0
+    evaluate(config, recipe_name)
+    return 0
 
 
 def _plan(words: list[str]) -> int:
@@ -167,11 +169,11 @@ def _model(words: list[str]) -> int:
 
         print(fetch_model(given.name, given.out))
     elif given.command == "info":
-        from treadle.run.start import model_info
+        from treadle.models.export import model_info
 
         print(model_info(given.path))
     else:
-        from treadle.run.start import export as export_model
+        from treadle.run.start import export
 
-        export_model(given.checkpoint, given.out, given.dtype)
+        print(export(given.checkpoint, given.out, given.dtype))
     return 0

@@ -42,6 +42,7 @@ def _m(name: str, reduction: Reduction, description: str, unit: str = "") -> Met
     return MetricSpec(name, reduction, description, unit)
 
 
+# fmt: off  # one metric a line: it is a table
 METRICS: tuple[MetricSpec, ...] = (
     _m("rollout/reward_mean", "mean", "Mean reward of the scored samples, before any shaping."),
     _m("rollout/reward_std", "mean", "Standard deviation of the reward over the scored samples of the rollout."),
@@ -53,21 +54,45 @@ METRICS: tuple[MetricSpec, ...] = (
     _m("rollout/prompt_length_mean", "mean", "Mean length of the prompts.", "tokens"),
     _m("rollout/truncated_fraction", "mean", "Samples that ran into the length limit."),
     _m("rollout/aborted_fraction", "mean", "Samples the engine was told to stop."),
-    _m("rollout/failed_count", "sum", "Samples whose reward or environment raised or ran out of time; not trained.", "samples"),
+    _m(
+        "rollout/failed_count",
+        "sum",
+        "Samples whose reward or environment raised or ran out of time; not trained.",
+        "samples",
+    ),
     _m("rollout/zero_signal_group_fraction", "mean", "Groups whose rewards are all equal: they teach nothing."),
     _m("rollout/num_samples", "sum", "Samples in the rollout.", "samples"),
     _m("rollout/num_tokens", "sum", "Tokens sampled in the rollout.", "tokens"),
     _m("rollout/logprob_mean", "mean", "Mean logprob of the sampled tokens, as the engine reported it.", "nats"),
-    _m("rollout/weight_lag_max", "max", "Oldest token: how many versions behind the trainer its weights were.", "versions"),
+    _m(
+        "rollout/weight_lag_max",
+        "max",
+        "Oldest token: how many versions behind the trainer its weights were.",
+        "versions",
+    ),
     _m("rollout/seconds", "sum", "Wall time of generation and scoring.", "s"),
     _m("rollout/tokens_per_second", "mean", "Sampled tokens by wall time of the rollout.", "tokens/s"),
     _m("rollout/epoch", "last", "Epoch of the data the next prompt comes from."),
     _m("rollout/dropped/<reason>", "sum", "Samples left out of training, by reason.", "samples"),
-    _m("train/loss", "mean", "The whole loss: policy loss, minus entropy bonus, plus KL loss; mean over the optimizer steps of the rollout."),
+    _m(
+        "train/loss",
+        "mean",
+        "The whole loss: policy loss, minus entropy bonus, plus KL loss; mean over the optimizer steps of the rollout.",
+    ),
     _m("train/policy_loss", "mean", "The policy part of the loss."),
-    _m("train/kl", "mean", "KL estimate per token (k3) to the reference model, or to the rollout policy where no reference is used.", "nats"),
+    _m(
+        "train/kl",
+        "mean",
+        "KL estimate per token (k3) to the reference model, or to the rollout policy where no reference is used.",
+        "nats",
+    ),
     _m("train/kl_loss", "mean", "The KL part of the loss, before its coefficient."),
-    _m("train/entropy", "mean", "Exact entropy of the policy over the whole vocabulary, mean over trained tokens.", "nats"),
+    _m(
+        "train/entropy",
+        "mean",
+        "Exact entropy of the policy over the whole vocabulary, mean over trained tokens.",
+        "nats",
+    ),
     _m("train/clip_fraction", "mean", "Trained tokens whose ratio was clipped in the direction of the update."),
     _m("train/ratio_mean", "mean", "Mean of the probability ratio new / old; 1 at the first step of a rollout."),
     _m("train/ratio_max", "max", "Largest probability ratio new / old."),
@@ -75,17 +100,32 @@ METRICS: tuple[MetricSpec, ...] = (
     _m("train/advantage_abs_mean", "mean", "Mean absolute advantage over trained tokens."),
     _m("train/grad_norm", "last", "Global norm of the gradient before clipping."),
     _m("train/lr", "last", "Learning rate of the step."),
-    _m("train/rollout_logprob_abs_diff", "mean", "Mean gap between the trainer's and the engine's logprob of the same token.", "nats"),
+    _m(
+        "train/rollout_logprob_abs_diff",
+        "mean",
+        "Mean gap between the trainer's and the engine's logprob of the same token.",
+        "nats",
+    ),
     _m("train/rollout_logprob_abs_diff_max", "max", "Largest such gap.", "nats"),
     _m("train/rollout_kl", "mean", "KL estimate per token (k3) between the trainer's and the engine's policy.", "nats"),
     _m("train/num_tokens", "sum", "Trained tokens of the rollout.", "tokens"),
     _m("train/num_samples", "sum", "Samples the loss was taken over.", "samples"),
-    _m("train/num_skipped_samples", "sum", "Samples without advantage that were left out of forward and backward; the train metrics do not see their tokens.", "samples"),
+    _m(
+        "train/num_skipped_samples",
+        "sum",
+        "Samples without advantage that were left out of forward and backward; the train metrics do not see their tokens.",
+        "samples",
+    ),
     _m("train/num_steps", "sum", "Optimizer steps taken."),
     _m("train/num_micro_batches", "sum", "Forward and backward passes."),
     _m("train/skipped_steps", "sum", "Optimizer steps skipped because the loss or a gradient was not finite."),
     _m("train/seconds", "sum", "Wall time of training on the rollout.", "s"),
-    _m("train/tokens_per_second", "mean", "Tokens of all sequences, prompts counted with every sample, by wall time of training.", "tokens/s"),
+    _m(
+        "train/tokens_per_second",
+        "mean",
+        "Tokens of all sequences, prompts counted with every sample, by wall time of training.",
+        "tokens/s",
+    ),
     _m("perf/step_seconds", "last", "Wall time from one rollout to the next, evaluation and saving left out.", "s"),
     _m("perf/publish_seconds", "sum", "Wall time of handing the weights to the engine.", "s"),
     _m("perf/save_seconds", "sum", "Wall time of writing a checkpoint.", "s"),
@@ -93,12 +133,17 @@ METRICS: tuple[MetricSpec, ...] = (
     _m("perf/memory_gib", "last", "Resident memory of the process (device memory on a GPU).", "GiB"),
     _m("perf/peak_memory_gib", "max", "Highest such number so far.", "GiB"),
     _m("eval/<set>/accuracy", "mean", "Mean reward of the evaluation set."),
-    _m("eval/<set>/pass_at_<k>", "mean", "Chance that at least one of k samples has reward 1 (unbiased estimate, Chen et al. 2021)."),
+    _m(
+        "eval/<set>/pass_at_<k>",
+        "mean",
+        "Chance that at least one of k samples has reward 1 (unbiased estimate, Chen et al. 2021).",
+    ),
     _m("eval/<set>/response_length_mean", "mean", "Mean length of the answers.", "tokens"),
     _m("eval/<set>/truncated_fraction", "mean", "Answers that ran into the length limit."),
     _m("eval/<set>/failed_count", "sum", "Answers whose reward raised or ran out of time.", "samples"),
     _m("eval/<set>/num_samples", "sum", "Answers scored.", "samples"),
 )
+# fmt: on
 
 
 def _matches(pattern: str, name: str) -> bool:

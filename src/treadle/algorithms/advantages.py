@@ -154,7 +154,7 @@ def _check(rule: Estimator, inputs: AdvantageInputs, settings: AdvantageSettings
         raise ConfigError(f"advantage_estimator {rule.name!r} needs {', '.join(missing)} with these settings")
 
 
-def whitening_sums(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"] | None = None) -> Float[Tensor, "3"]:
+def whitening_sums(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"] | None = None) -> Float[Tensor, " 3"]:
     """Count, sum and sum of squares over the trained tokens, in float64; add those of all ranks, then `whiten`."""
     kept = (values if mask is None else values[mask]).to(torch.float64)
     count = torch.full((), float(kept.numel()), dtype=torch.float64, device=values.device)
@@ -162,7 +162,7 @@ def whitening_sums(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"] | None 
 
 
 def whiten(
-    values: Float[Tensor, " T"], sums: Float[Tensor, "3"], mask: Bool[Tensor, " T"] | None = None
+    values: Float[Tensor, " T"], sums: Float[Tensor, " 3"], mask: Bool[Tensor, " T"] | None = None
 ) -> Float[Tensor, " T"]:
     """`(A - μ) · rsqrt(σ² · N / (N - 1) + 1e-8)` on trained tokens, 0 elsewhere; one token alone becomes 0.
 
@@ -260,7 +260,8 @@ def _opo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
 
 
 def _gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
-    assert inputs.reward_parts is not None and inputs.part_weights is not None
+    assert inputs.reward_parts is not None
+    assert inputs.part_weights is not None
     return shaping.gdpo_rewards(
         inputs.reward_parts, inputs.part_weights, inputs.group_ids, inputs.trajectory_ids, settings.std_normalization
     )

@@ -111,8 +111,10 @@ def _check_loss_shapes(loss: PolicyLossFn, inputs: PolicyLossInputs) -> None:
     _check_unchanged(inputs, before)
     assert result.loss.shape == shape, f"the loss has shape {tuple(result.loss.shape)}, not one number per token"
     assert result.loss.dtype == dtype, f"the loss has dtype {result.loss.dtype} for logprobs of {dtype}"
-    assert result.clipped.shape == shape and result.clipped.dtype == torch.bool, "`clipped` must be bool, one per token"
-    assert result.ratio.shape == shape and not result.ratio.requires_grad, "`ratio` must be [T] and without gradient"
+    assert result.clipped.shape == shape, "`clipped` must be one per token"
+    assert result.clipped.dtype == torch.bool, f"`clipped` must be bool, not {result.clipped.dtype}"
+    assert result.ratio.shape == shape, "`ratio` must be one number per token"
+    assert not result.ratio.requires_grad, "`ratio` is for the log: detach it"
     none = torch.zeros(0, dtype=dtype)
     index = torch.zeros(0, dtype=torch.int64)
     empty = replace(inputs, logprobs=none, old_logprobs=none, advantages=none, sample_index=index, mask=index.bool())
@@ -272,7 +274,8 @@ def _check_advantage_groups(estimator: Estimator, inputs: AdvantageInputs) -> No
 
 def _check_advantage_finite(estimator: Estimator, dtype: torch.dtype) -> None:
     inputs = _advantage_inputs(dtype)
-    assert inputs.reward_parts is not None and inputs.mask is not None
+    assert inputs.reward_parts is not None
+    assert inputs.mask is not None
     equal = replace(
         inputs, rewards=torch.full_like(inputs.rewards, 0.1), reward_parts=torch.full_like(inputs.reward_parts, 0.1)
     )

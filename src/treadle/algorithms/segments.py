@@ -67,7 +67,7 @@ def trained(mask: Bool[Tensor, " T"] | None, like: Tensor) -> Tensor:
 def capped_exp(exponent: Tensor) -> Tensor:
     """`exp`, continued as a straight line where it would overflow: finite, with a finite gradient of the right sign.
 
-    The line begins at 80 in float32 and 700 in float64; below, this is `exp` itself.
+    The line begins at 60 in float32 and 600 in float64; below, this is `exp` itself.
     """
-    limit = 700.0 if exponent.dtype == torch.float64 else 80.0
+    limit = 600.0 if exponent.dtype == torch.float64 else 60.0
     return exponent.clamp(max=limit).exp() * (1.0 + (exponent - limit).clamp(min=0.0))

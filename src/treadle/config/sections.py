@@ -7,6 +7,7 @@ two sections are in `checks.py`.
 
 from __future__ import annotations
 
+# fmt: off  # one field a line: it is a table
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,33 +16,60 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """Base of all sections: frozen, and unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
     """The model that is trained."""
 
-    hf_checkpoint: str = Field("", description="Model folder in Hugging Face format, a hub id, or a bundled name (`smollm2-135m-instruct`).")
-    ref_load: str | None = Field(None, description="Reference model for KL; the starting model where KL is used and this is not given.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute dtype; master weights are always float32. `auto` is bfloat16 where the hardware is fast at it.")
+    hf_checkpoint: str = Field(
+        "", description="Model folder in Hugging Face format, a hub id, or a bundled name (`smollm2-135m-instruct`)."
+    )
+    ref_load: str | None = Field(
+        None, description="Reference model for KL; the starting model where KL is used and this is not given."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Compute dtype; master weights are always float32. `auto` is bfloat16 where the hardware is fast at it.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model lives.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory, about a third more time.")
-    attention_backend: Literal["auto", "batched", "sdpa"] = Field("auto", description="How packed sequences attend: `batched` matmuls over similar lengths, `sdpa` one call per sequence.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    attention_backend: Literal["auto", "batched", "sdpa"] = Field(
+        "auto",
+        description="How packed sequences attend: `batched` matmuls over similar lengths, `sdpa` one call per sequence.",
+    )
 
 
 class DataSection(Section):
     """Where prompts come from."""
 
-    prompt_data: tuple[str, ...] = Field((), description="Sources: a .jsonl/.json/.parquet/.csv file, a data set folder or hub id, or `reasoning_gym:task?key=value`; `path@[a:b]` takes rows a to b.")
-    prompt_data_weights: tuple[float, ...] = Field((), description="Share of prompts drawn from each source; by size where not given.")
+    prompt_data: tuple[str, ...] = Field(
+        (),
+        description="Sources: a .jsonl/.json/.parquet/.csv file, a data set folder or hub id, or `reasoning_gym:task?key=value`; `path@[a:b]` takes rows a to b.",
+    )
+    prompt_data_weights: tuple[float, ...] = Field(
+        (), description="Share of prompts drawn from each source; by size where not given."
+    )
     input_key: str = Field("input", description="Column of the prompt: text, or a list of chat messages.")
     label_key: str | None = Field(None, description="Column of the answer that rewards compare with.")
     metadata_key: str | None = Field(None, description="Column of extra values kept with each prompt.")
-    apply_chat_template: bool = Field(False, description="Wrap a text prompt as a user message and render it with the model's chat template.")
-    system_prompt: str | None = Field(None, description="System message put before each prompt (needs the chat template).")
+    apply_chat_template: bool = Field(
+        False, description="Wrap a text prompt as a user message and render it with the model's chat template."
+    )
+    system_prompt: str | None = Field(
+        None, description="System message put before each prompt (needs the chat template)."
+    )
     prompt_suffix: str = Field("", description="Text added to the end of each prompt (of the last user message).")
-    rollout_shuffle: bool = Field(False, description="Shuffle the prompts anew each epoch; the order depends on the seed and the epoch only.")
-    rollout_max_prompt_len: int | None = Field(None, ge=1, description="Longer prompts are dropped and counted. Default: what the model's context leaves beside the response.")
+    rollout_shuffle: bool = Field(
+        False, description="Shuffle the prompts anew each epoch; the order depends on the seed and the epoch only."
+    )
+    rollout_max_prompt_len: int | None = Field(
+        None,
+        ge=1,
+        description="Longer prompts are dropped and counted. Default: what the model's context leaves beside the response.",
+    )
 
 
 class RolloutSection(Section):
@@ -50,27 +78,48 @@ class RolloutSection(Section):
     rollout_batch_size: int = Field(16, ge=1, description="Prompts in a rollout.")
     n_samples_per_prompt: int = Field(8, ge=1, description="Samples of each prompt: the size of a group.")
     rollout_temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
-    rollout_top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling: keep the most likely tokens up to this mass.")
+    rollout_top_p: float = Field(
+        1.0, gt=0, le=1, description="Nucleus sampling: keep the most likely tokens up to this mass."
+    )
     rollout_top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 keeps all.")
-    rollout_min_p: float = Field(0.0, ge=0, lt=1, description="Keep tokens at least this share as likely as the most likely one.")
+    rollout_min_p: float = Field(
+        0.0, ge=0, lt=1, description="Keep tokens at least this share as likely as the most likely one."
+    )
     rollout_max_response_len: int = Field(256, ge=1, description="Most new tokens in a sample.")
     rollout_stop: tuple[str, ...] = Field((), description="Strings that end a sample.")
-    rollout_stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a sample, beside the model's own.")
+    rollout_stop_token_ids: tuple[int, ...] = Field(
+        (), description="Token ids that end a sample, beside the model's own."
+    )
     rollout_seed: int = Field(42, ge=0, description="Seed of the prompt order and of every sample.")
-    rollout_engine: Literal["torch"] = Field("torch", description="What generates: `torch` is the embedded engine, on the trainer's own weights.")
+    rollout_engine: Literal["torch"] = Field(
+        "torch", description="What generates: `torch` is the embedded engine, on the trainer's own weights."
+    )
     max_running_requests: int = Field(256, ge=1, description="Most samples the engine decodes at once.")
-    kv_cache_gib: float = Field(2.0, gt=0, description="Memory for keys and values; bounds how many samples run at once.")
-    max_concurrent_prompts: int | None = Field(None, ge=1, description="Most prompts in flight at once; all of a rollout where not given.")
-    rollout_timeout_seconds: float = Field(3600.0, gt=0, description="Deadline of one rollout's generation and scoring.")
+    kv_cache_gib: float = Field(
+        2.0, gt=0, description="Memory for keys and values; bounds how many samples run at once."
+    )
+    max_concurrent_prompts: int | None = Field(
+        None, ge=1, description="Most prompts in flight at once; all of a rollout where not given."
+    )
+    rollout_timeout_seconds: float = Field(
+        3600.0, gt=0, description="Deadline of one rollout's generation and scoring."
+    )
 
 
 class RewardSection(Section):
     """How samples are scored."""
 
-    rm_type: tuple[str, ...] = Field((), description="Rewards by name (math, last_number, exact, regex, reasoning_gym) or as `package.module:function`; several are added by weight.")
+    rm_type: tuple[str, ...] = Field(
+        (),
+        description="Rewards by name (math, last_number, exact, regex, reasoning_gym) or as `package.module:function`; several are added by weight.",
+    )
     rm_weights: tuple[float, ...] = Field((), description="Weight of each reward; all 1 where not given.")
-    custom_rm_path: str | None = Field(None, description="Your own reward: `file.py:function` or `package.module:function`.")
-    rm_regex: str | None = Field(None, description="Pattern of the `regex` reward: 1 where it matches somewhere in the response.")
+    custom_rm_path: str | None = Field(
+        None, description="Your own reward: `file.py:function` or `package.module:function`."
+    )
+    rm_regex: str | None = Field(
+        None, description="Pattern of the `regex` reward: 1 where it matches somewhere in the response."
+    )
     rm_timeout_seconds: float = Field(30.0, gt=0, description="A reward slower than this marks its sample failed.")
     rm_num_workers: int = Field(1, ge=1, description="Processes that run rewards.")
 
@@ -78,21 +127,35 @@ class RewardSection(Section):
 class AlgorithmSection(Section):
     """How rewards become a gradient."""
 
-    advantage_estimator: str = Field("grpo", description="How rewards become advantages; see the algorithms page for the names.")
-    grpo_std_normalization: bool = Field(True, description="Divide by the group's standard deviation; off is Dr. GRPO's advantage.")
+    advantage_estimator: str = Field(
+        "grpo", description="How rewards become advantages; see the algorithms page for the names."
+    )
+    grpo_std_normalization: bool = Field(
+        True, description="Divide by the group's standard deviation; off is Dr. GRPO's advantage."
+    )
     normalize_advantages: bool = Field(False, description="Whiten advantages over all trained tokens of the rollout.")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount per token.")
     lambd: float = Field(1.0, ge=0, le=1, description="GAE's lambda (needs a critic).")
-    kl_coef: float = Field(0.0, ge=0, description="KL penalty inside the reward, for estimators with per-token rewards.")
+    kl_coef: float = Field(
+        0.0, ge=0, description="KL penalty inside the reward, for estimators with per-token rewards."
+    )
     use_kl_loss: bool = Field(False, description="Add a KL term to the loss.")
     kl_loss_coef: float = Field(0.0, ge=0, description="Weight of the KL term.")
     kl_loss_type: str = Field("low_var_kl", description="KL estimator: k1, k2, k3, low_var_kl, abs, k3+.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
-    eps_clip: float = Field(0.2, gt=0, lt=1, description="PPO clip range below 1 (and above, unless eps_clip_high is given).")
+    eps_clip: float = Field(
+        0.2, gt=0, lt=1, description="PPO clip range below 1 (and above, unless eps_clip_high is given)."
+    )
     eps_clip_high: float | None = Field(None, gt=0, description="PPO clip range above 1.")
-    eps_clip_c: float | None = Field(None, gt=1, description="Dual clip: bound of the loss where the advantage is negative.")
-    calculate_per_token_loss: bool = Field(False, description="Every token counts the same; otherwise every sample does.")
-    loss_length_divisor: int | None = Field(None, ge=1, description="Divide each sample's token sum by this constant (Dr. GRPO) instead of its length.")
+    eps_clip_c: float | None = Field(
+        None, gt=1, description="Dual clip: bound of the loss where the advantage is negative."
+    )
+    calculate_per_token_loss: bool = Field(
+        False, description="Every token counts the same; otherwise every sample does."
+    )
+    loss_length_divisor: int | None = Field(
+        None, ge=1, description="Divide each sample's token sum by this constant (Dr. GRPO) instead of its length."
+    )
 
 
 class OptimSection(Section):
@@ -100,9 +163,13 @@ class OptimSection(Section):
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a decay.")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="Schedule after the warm-up.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Schedule after the warm-up."
+    )
     lr_warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    lr_decay_steps: int | None = Field(None, ge=1, description="Optimizer steps until min_lr; the whole run where not given.")
+    lr_decay_steps: int | None = Field(
+        None, ge=1, description="Optimizer steps until min_lr; the whole run where not given."
+    )
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, on matrices only.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient mean.")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the squared gradient mean.")
@@ -118,10 +185,19 @@ class TrainSection(Section):
     start_rollout_id: int | None = Field(None, ge=0, description="First rollout id; a loaded checkpoint sets it.")
     global_batch_size: int | None = Field(None, ge=1, description="Samples in an optimizer step.")
     num_steps_per_rollout: int | None = Field(None, ge=1, description="Optimizer steps on each rollout.")
-    use_dynamic_batch_size: bool = Field(True, description="Fill micro-batches up to max_tokens_per_gpu instead of a number of samples.")
-    max_tokens_per_gpu: int = Field(4096, ge=1, description="Tokens in a micro-batch; one longer sample makes a micro-batch of its own.")
-    skip_zero_advantage: bool = Field(True, description="Leave samples without advantage out of forward and backward where they add nothing to the loss: same gradient, less work.")
-    micro_batch_size: int | None = Field(None, ge=1, description="Samples in a micro-batch, with --no-use-dynamic-batch-size.")
+    use_dynamic_batch_size: bool = Field(
+        True, description="Fill micro-batches up to max_tokens_per_gpu instead of a number of samples."
+    )
+    max_tokens_per_gpu: int = Field(
+        4096, ge=1, description="Tokens in a micro-batch; one longer sample makes a micro-batch of its own."
+    )
+    skip_zero_advantage: bool = Field(
+        True,
+        description="Leave samples without advantage out of forward and backward where they add nothing to the loss: same gradient, less work.",
+    )
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="Samples in a micro-batch, with --no-use-dynamic-batch-size."
+    )
     seed: int = Field(1234, ge=0, description="Seed of everything random outside the rollout.")
 
 
@@ -141,33 +217,54 @@ class EvalOverride(Section):
 class EvalSection(Section):
     """Evaluation before, during and after training."""
 
-    eval_prompt_data: tuple[str, ...] = Field((), description="Evaluation sets as `name=source`, sources as in prompt_data.")
-    eval_interval: int | None = Field(None, ge=1, description="Evaluate at the start, every this many rollouts, and at the end.")
+    eval_prompt_data: tuple[str, ...] = Field(
+        (), description="Evaluation sets as `name=source`, sources as in prompt_data."
+    )
+    eval_interval: int | None = Field(
+        None, ge=1, description="Evaluate at the start, every this many rollouts, and at the end."
+    )
     n_samples_per_eval_prompt: int = Field(1, ge=1, description="Samples of each evaluation prompt.")
     eval_temperature: float = Field(0.0, ge=0, description="Evaluation temperature; 0 is greedy.")
     eval_top_p: float = Field(1.0, gt=0, le=1, description="Evaluation nucleus mass.")
     eval_top_k: int = Field(0, ge=0, description="Evaluation top-k; 0 keeps all.")
-    eval_max_response_len: int | None = Field(None, ge=1, description="Most new tokens in an answer; the rollout's where not given.")
-    eval_overrides: dict[str, EvalOverride] = Field(default_factory=dict, description="Per set (recipe only): `[eval.eval_overrides.NAME]` with any of the settings above.")
+    eval_max_response_len: int | None = Field(
+        None, ge=1, description="Most new tokens in an answer; the rollout's where not given."
+    )
+    eval_overrides: dict[str, EvalOverride] = Field(
+        default_factory=dict,
+        description="Per set (recipe only): `[eval.eval_overrides.NAME]` with any of the settings above.",
+    )
 
 
 class CheckpointSection(Section):
     """Saving and resuming."""
 
-    save: str | None = Field(None, description="Folder for checkpoints; `checkpoints` in the run folder where only save_interval is given.")
+    save: str | None = Field(
+        None, description="Folder for checkpoints; `checkpoints` in the run folder where only save_interval is given."
+    )
     save_interval: int | None = Field(None, ge=1, description="Save every this many rollouts, and at the end.")
-    keep_checkpoints: int | None = Field(None, ge=1, description="Delete all but this many newest checkpoints; all are kept where not given.")
-    load: str | None = Field(None, description="Resume from a run folder, a save folder (its newest sound checkpoint), or one checkpoint.")
+    keep_checkpoints: int | None = Field(
+        None, ge=1, description="Delete all but this many newest checkpoints; all are kept where not given."
+    )
+    load: str | None = Field(
+        None, description="Resume from a run folder, a save folder (its newest sound checkpoint), or one checkpoint."
+    )
 
 
 class ObserveSection(Section):
     """What is written and shown."""
 
     run_dir: str | None = Field(None, description="Run folder; `runs/<recipe>-<time>` where not given.")
-    save_samples: bool = Field(True, description="Write every rollout to `samples/` in the run folder, one JSON object a line.")
+    save_samples: bool = Field(
+        True, description="Write every rollout to `samples/` in the run folder, one JSON object a line."
+    )
     tensorboard: bool = Field(True, description="Write TensorBoard events to the run folder.")
-    wandb_project: str | None = Field(None, description="Also log to this Weights & Biases project (needs the `wandb` extra).")
-    progress: Literal["auto", "rich", "plain", "off"] = Field("auto", description="Live display; `auto` is rich on a terminal, else one line a step.")
+    wandb_project: str | None = Field(
+        None, description="Also log to this Weights & Biases project (needs the `wandb` extra)."
+    )
+    progress: Literal["auto", "rich", "plain", "off"] = Field(
+        "auto", description="Live display; `auto` is rich on a terminal, else one line a step."
+    )
     num_samples_shown: int = Field(3, ge=0, description="Sampled answers shown before and after training.")
 
 
@@ -175,9 +272,15 @@ class DebugSection(Section):
     """Run one half of the loop."""
 
     debug_rollout_only: bool = Field(False, description="Generate and score, never train.")
-    debug_train_only: bool = Field(False, description="Train from saved rollouts, never generate (needs load_debug_rollout_data).")
-    save_debug_rollout_data: str | None = Field(None, description="Folder to save every rollout in, for load_debug_rollout_data.")
-    load_debug_rollout_data: str | None = Field(None, description="Folder of saved rollouts to train from instead of generating.")
+    debug_train_only: bool = Field(
+        False, description="Train from saved rollouts, never generate (needs load_debug_rollout_data)."
+    )
+    save_debug_rollout_data: str | None = Field(
+        None, description="Folder to save every rollout in, for load_debug_rollout_data."
+    )
+    load_debug_rollout_data: str | None = Field(
+        None, description="Folder of saved rollouts to train from instead of generating."
+    )
 
 
 class Config(Section):

@@ -144,7 +144,7 @@ class PackedAttention:
         scores = num_heads * families * (prefix * prefix + most * suffix * (prefix + suffix))
         cells = families * (prefix + most * suffix)
         fits = scores <= MAX_BATCHED_SCORES and cells <= MAX_PADDING * self.layout.num_tokens
-        return "batched" if fits and not self.layout.device.type == "cuda" else "sdpa"
+        return "batched" if fits and self.layout.device.type != "cuda" else "sdpa"
 
     def _grid_masks(self, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """True where a query may not look: prefix (P, P), suffix → prefix (F, 1, 1, R, P), suffix → itself (R, R)."""
@@ -171,13 +171,13 @@ class PackedAttention:
         prefix_mask, cross_mask, own_mask = self._grid_masks(layer.sliding_window)
         query = query * layer.scaling
 
-        def prefix_grid(x: Tensor) -> Tensor:  # → (F, K, P, per-head…, D)
+        def prefix_grid(x: Tensor) -> Tensor:  # → (F, K, P, heads per K, D)
             grid = _ToGrid.apply(x, *layout.prefix_cells, families * longest)
-            return grid.view(families, longest, groups, -1, dim).permute(0, 2, 1, 3, 4)
+            return grid.view(families, longest, groups, x.shape[1] // groups, dim).permute(0, 2, 1, 3, 4)
 
-        def suffix_grid(x: Tensor) -> Tensor:  # → (F, K, M, R, per-head…, D)
+        def suffix_grid(x: Tensor) -> Tensor:  # → (F, K, M, R, heads per K, D)
             grid = _ToGrid.apply(x, *layout.suffix_cells, families * most * width)
-            return grid.view(families, most, width, groups, -1, dim).permute(0, 3, 1, 2, 4, 5)
+            return grid.view(families, most, width, groups, x.shape[1] // groups, dim).permute(0, 3, 1, 2, 4, 5)
 
         key_p = prefix_grid(key).reshape(families * groups, longest, dim)
         value_p = prefix_grid(value).reshape(families * groups, longest, dim)
@@ -191,19 +191,22 @@ class PackedAttention:
             out_p = out_p.permute(0, 2, 1, 3, 4).reshape(families * longest, heads, dim)
         out_s = query.new_zeros(0, heads, dim)
         if most:
-            key_s = suffix_grid(key).reshape(-1, width, dim)
-            value_s = suffix_grid(value).reshape(-1, width, dim)
+            key_s = suffix_grid(key).reshape(families * groups * most, width, dim)
+            value_s = suffix_grid(value).reshape(families * groups * most, width, dim)
             rows = suffix_grid(query).reshape(families * groups, most * width * repeat, dim)
             cross = _capped(torch.bmm(rows, key_p.transpose(1, 2)), layer.softcap)
             cross = cross.view(families, groups, most, width, repeat, longest).masked_fill(
                 cross_mask.unsqueeze(4), float("-inf")
             )
-            own = _capped(torch.bmm(rows.view(-1, width * repeat, dim), key_s.transpose(1, 2)), layer.softcap)
+            own = _capped(
+                torch.bmm(rows.view(families * groups * most, width * repeat, dim), key_s.transpose(1, 2)),
+                layer.softcap,
+            )
             own = own.view(families, groups, most, width, repeat, width).masked_fill(own_mask[:, None], float("-inf"))
             probs = torch.softmax(torch.cat([cross, own], dim=-1), dim=-1)
             probs_p, probs_s = probs.split([longest, width], dim=-1)
-            out_s = torch.bmm(probs_p.reshape(families * groups, -1, longest), value_p).view(-1, width * repeat, dim)
-            out_s = out_s + torch.bmm(probs_s.reshape(-1, width * repeat, width), value_s)
+            out_s = torch.bmm(probs_p.reshape(families * groups, most * width * repeat, longest), value_p)
+            out_s = out_s.view(-1, width * repeat, dim) + torch.bmm(probs_s.reshape(-1, width * repeat, width), value_s)
             out_s = out_s.view(families, groups, most, width, repeat, dim).permute(0, 2, 3, 1, 4, 5)
             out_s = out_s.reshape(families * most * width, heads, dim)
         return _FromGrids.apply(out_p, out_s, layout.prefix_cells, layout.suffix_cells, layout.num_tokens)

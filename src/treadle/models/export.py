@@ -11,7 +11,7 @@ from treadle.models.load import DTYPES, context_length, load_config
 
 
 def export_model(source: Path, out: Path, dtype: str) -> Path:
-    """Write the model of a checkpoint (or of any model folder) to `out` in `dtype`, tokenizer included.
+    """Write a model folder to `out` in `dtype`, tokenizer included.
 
     The result loads with `AutoModelForCausalLM.from_pretrained(out)`. Raises `ConfigError` for an unknown dtype or a
     folder that is not empty, `ModelError` where there is no model.
@@ -20,16 +20,15 @@ def export_model(source: Path, out: Path, dtype: str) -> Path:
 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is unknown; choose {' or '.join(DTYPES)}")
-    folder = source / "model" if (source / "model" / "config.json").is_file() else source
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"no model in {str(source)!r}: neither it nor its model/ has a config.json")
+    if not (source / "config.json").is_file():
+        raise ModelError(f"no model in {str(source)!r}: it has no config.json")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{str(out)!r} is not empty; choose another folder")
     work = out.with_name(f".{out.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).save_pretrained(work)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(work)
+    AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).save_pretrained(work)
+    AutoTokenizer.from_pretrained(source).save_pretrained(work)
     if out.exists():
         out.rmdir()
     work.rename(out)

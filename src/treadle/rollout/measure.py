@@ -32,7 +32,9 @@ def rollout_metrics(groups: Sequence[Group], *, seconds: float, version: int) ->
     out += reward_metrics(scored)
     trained = [(s.rollout_logprobs[s.loss_mask], s.weight_versions[s.loss_mask]) for s in samples]
     if num_tokens:
-        out.append(metric("rollout/logprob_mean", np.concatenate([t[0] for t in trained]).mean(dtype=float), num_tokens))
+        out.append(
+            metric("rollout/logprob_mean", np.concatenate([t[0] for t in trained]).mean(dtype=float), num_tokens)
+        )
         out.append(metric("rollout/weight_lag_max", version - min(int(t[1].min()) for t in trained if len(t[1]))))
     return out
 

@@ -47,7 +47,9 @@ def load_source(config: Config, codec: Codec, max_prompt: int, progress: Progres
     """The prompts of the run; says how many were too long."""
     source = build_source(config.data, codec=codec, max_prompt_len=max_prompt, seed=config.rollout.rollout_seed)
     if source.num_dropped:
-        progress.warn(f"{source.num_dropped} prompts longer than {max_prompt} tokens are left out; {len(source)} remain")
+        progress.warn(
+            f"{source.num_dropped} prompts longer than {max_prompt} tokens are left out; {len(source)} remain"
+        )
     return source
 
 
@@ -71,6 +73,7 @@ def build_trainer(config: Config, model: PreTrainedModel, num_rollout: int, prog
 async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, stack: AsyncExitStack) -> RolloutManager:
     """The embedded engine on this module, and the manager that feeds it."""
     rollout = config.rollout
+    assert rollout.rollout_engine == "torch"  # the only one so far
     engine = TorchEngine(model, codec, EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB)))
     stack.push_async_callback(engine.close)
     return RolloutManager(

@@ -54,7 +54,9 @@ def eval_metrics(name: str, groups: Sequence[Group]) -> list[Metric]:
     out = [
         metric(f"eval/{name}/accuracy", float(np.mean(rewards)), count),
         metric(f"eval/{name}/response_length_mean", float(np.mean([s.response_length for s in samples])), count),
-        metric(f"eval/{name}/truncated_fraction", float(np.mean([s.status is Status.TRUNCATED for s in samples])), count),
+        metric(
+            f"eval/{name}/truncated_fraction", float(np.mean([s.status is Status.TRUNCATED for s in samples])), count
+        ),
         metric(f"eval/{name}/failed_count", sum(s.status is Status.FAILED for s in samples)),
         metric(f"eval/{name}/num_samples", count),
     ]

@@ -77,14 +77,16 @@ class LocalParts:
 
     @property
     def source(self) -> PromptSource:
-        assert self.generation is not None and self.generation.source is not None
+        assert self.generation is not None
+        assert self.generation.source is not None
         return self.generation.source
 
     # The loop's parts
 
     async def collect(self, rollout_id: int) -> Collection:
         loaded = self.config.debug.load_debug_rollout_data
-        if loaded is not None:
+        if self.config.debug.debug_train_only:
+            assert loaded is not None
             path = rollout_file(Path(loaded), rollout_id)
             if not path.is_file():
                 raise DataError(f"--load-debug-rollout-data has no {path}; lower --num-rollout to what was saved")
@@ -167,7 +169,9 @@ class LocalParts:
         progress = self.out.progress
         progress.phase(phase, 0, len(job.prompts) * job.n)
         chosen = scorer or self.generation.scorer
-        return await self.generation.manager.collect(job, chosen, lambda done, total: progress.phase(phase, done, total))
+        return await self.generation.manager.collect(
+            job, chosen, lambda done, total: progress.phase(phase, done, total)
+        )
 
     async def _evaluate_set(self, eval_set: EvalSet) -> list[Group]:
         prompts: list[Prompt] = list(eval_set.prompts)
@@ -211,11 +215,16 @@ class LocalParts:
     def _warn_of_failures(self, rollout_id: int, groups: Sequence[Group]) -> None:
         failures = [s.failure for g in groups for s in g.samples if s.failure]
         if failures:
-            self.out.progress.warn(f"rollout {rollout_id}: {len(failures)} samples failed and are not trained on; first: {failures[0]}")
+            self.out.progress.warn(
+                f"rollout {rollout_id}: {len(failures)} samples failed and are not trained on; first: {failures[0]}"
+            )
 
     def _show(self, name: str, when: str, groups: Sequence[Group]) -> None:
         count = self.config.observe.num_samples_shown
-        rows = [ShownSample(_question(g.prompt), g.samples[0].text, g.prompt.label, g.samples[0].reward) for g in groups[:count]]
+        rows = [
+            ShownSample(_question(g.prompt), g.samples[0].text, g.prompt.label, g.samples[0].reward)
+            for g in groups[:count]
+        ]
         self.out.progress.show_samples(f"{name} {when} training", rows)
 
 

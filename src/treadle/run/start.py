@@ -14,6 +14,7 @@ from treadle.config import Config, check_config, num_rollout
 from treadle.data import PromptSource
 from treadle.errors import ConfigError
 from treadle.models.bundled import resolve
+from treadle.models.export import export_model
 from treadle.observe.curve import draw_curve
 from treadle.observe.metric_lines import read_metrics
 from treadle.observe.progress import Progress
@@ -59,8 +60,18 @@ def evaluate(config: Config, recipe_name: str) -> None:
     """Evaluate the model, or the checkpoint that `load` names, on the evaluation sets."""
     if not config.eval.eval_prompt_data:
         raise ConfigError("treadle eval needs evaluation sets; give --eval-prompt-data name=source")
+    warnings = check_config(config, evaluation_only=True)
     with Progress(config.observe.progress, title=recipe_name) as progress:
+        for warning in warnings:
+            progress.warn(warning)
         asyncio.run(_evaluate(_open_session(config, progress), recipe_name))
+
+
+def export(checkpoint: Path, out: Path, dtype: str) -> Path:
+    """Write the model of a checkpoint as a Hugging Face folder; a run or save folder stands for its newest one."""
+    if (checkpoint / "config.json").is_file() and not (checkpoint / "model").is_dir():
+        return export_model(checkpoint, out, dtype)  # a model folder already: another dtype is asked for
+    return export_model(find_checkpoint(checkpoint, lambda text: print(f"warning: {text}")).path / "model", out, dtype)
 
 
 def _open_session(config: Config, progress: Progress) -> Session:
@@ -77,7 +88,7 @@ async def _train(session: Session, recipe_name: str) -> None:
     config, progress = session.config, session.progress
     progress.phase("loading the data")
     source = None
-    if config.debug.load_debug_rollout_data is None:
+    if not config.debug.debug_train_only:
         source = build.load_source(config, session.codec, session.max_prompt, progress)
     schedule = _schedule(session, source)
     seed_everything(config.train.seed)

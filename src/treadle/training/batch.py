@@ -21,7 +21,6 @@ from torch import Tensor
 
 from treadle.types import Sample
 
-
 MAX_TRAJECTORIES = 1 << 20
 """Trajectories a group may have: their ids in a batch are unique over groups."""
 
@@ -46,29 +45,29 @@ def _per_sample(optional: bool = False) -> Any:
 class Batch:
     """What one optimizer step trains on; optional fields are None until something computes them."""
 
-    lengths: Int[Tensor, "S"] = _per_sample()
-    group_ids: Int[Tensor, "S"] = _per_sample()
-    trajectory_ids: Int[Tensor, "S"] = _per_sample()
-    temperatures: Float[Tensor, "S"] = _per_sample()
-    rewards: Float[Tensor, "S"] = _per_sample()
-    token_ids: Int[Tensor, "T"] = _per_token()
-    loss_mask: Bool[Tensor, "T"] = _per_token()  # True where the token is trained
-    rollout_logprobs: Float[Tensor, "T"] = _per_token()
-    advantages: Float[Tensor, "T"] | None = _per_token(optional=True)
-    loss_weights: Float[Tensor, "T"] | None = _per_token(optional=True)  # of each token in the reduction
-    old_logprobs: Float[Tensor, "T"] | None = _per_token(optional=True)
-    ref_logprobs: Float[Tensor, "T"] | None = _per_token(optional=True)
+    lengths: Int[Tensor, " S"] = _per_sample()
+    group_ids: Int[Tensor, " S"] = _per_sample()
+    trajectory_ids: Int[Tensor, " S"] = _per_sample()
+    temperatures: Float[Tensor, " S"] = _per_sample()
+    rewards: Float[Tensor, " S"] = _per_sample()
+    token_ids: Int[Tensor, " T"] = _per_token()
+    loss_mask: Bool[Tensor, " T"] = _per_token()  # True where the token is trained
+    rollout_logprobs: Float[Tensor, " T"] = _per_token()
+    advantages: Float[Tensor, " T"] | None = _per_token(optional=True)
+    loss_weights: Float[Tensor, " T"] | None = _per_token(optional=True)  # of each token in the reduction
+    old_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
+    ref_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
 
     @property
-    def offsets(self) -> Int[Tensor, "S"]:
+    def offsets(self) -> Int[Tensor, " S"]:
         """Where each sample begins in the per-token fields."""
         return torch.cumsum(self.lengths, 0) - self.lengths
 
     @property
-    def sample_index(self) -> Int[Tensor, "T"]:
+    def sample_index(self) -> Int[Tensor, " T"]:
         """Which sample each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.lengths.device), self.lengths)
 

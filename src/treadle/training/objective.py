@@ -8,7 +8,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from treadle.algorithms.advantages import AdvantageInputs, AdvantageSettings, Estimator, compute_advantages, find_estimator
+from treadle.algorithms.advantages import (
+    AdvantageInputs,
+    AdvantageSettings,
+    Estimator,
+    compute_advantages,
+    find_estimator,
+)
 from treadle.algorithms.kl import k3, kl_per_token
 from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, find_policy_loss
 from treadle.algorithms.reduce import Denominators, Mode, token_weights, trajectory_tokens
@@ -47,7 +53,7 @@ class Objective:
         """True where a sample without advantage adds nothing to the loss: there is no entropy and no KL term."""
         return self.entropy_coef == 0 and self.kl_loss_coef == 0
 
-    def advantages(self, batch: Batch) -> Float[Tensor, "T"]:
+    def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
         """Advantages of a whole rollout, float32 [T], 0 on untrained tokens."""
         section = self.section
         kl = None
@@ -71,7 +77,7 @@ class Objective:
         )
         return compute_advantages(self.estimator, inputs, settings).advantages
 
-    def loss_weights(self, batch: Batch, global_batch_size: int) -> Float[Tensor, "T"]:
+    def loss_weights(self, batch: Batch, global_batch_size: int) -> Float[Tensor, " T"]:
         """Weight of each token in the loss of one optimizer step; `batch` is the whole step."""
         section = self.section
         mode = Mode.PER_SAMPLE
@@ -90,7 +96,12 @@ class Objective:
         return token_weights(batch.sample_index, per_sample, denominators, batch.loss_mask)
 
     def policy_loss(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sample_index: Int64[Tensor, "K"], num_samples: int
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        sample_index: Int64[Tensor, " K"],
+        num_samples: int,
     ) -> PolicyLoss:
         """Policy loss per trained token."""
         section = self.section

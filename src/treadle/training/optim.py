@@ -82,7 +82,9 @@ class MasterOptimizer:
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         self.num_steps += 1
         for master in self.masters.values():
-            if master.grad is None:  # nothing in the batch reached it: a gradient of zero, which momentum may still move
+            if (
+                master.grad is None
+            ):  # nothing in the batch reached it: a gradient of zero, which momentum may still move
                 master.grad = torch.zeros_like(master)
         norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.optim.clip_grad)
         finite = loss_is_finite and bool(torch.isfinite(norm))

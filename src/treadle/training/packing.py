@@ -27,12 +27,12 @@ class PackedBatch:
     """
 
     layout: PackedLayout
-    token_ids: Int[Tensor, "N"]
-    predictors: Int[Tensor, "K"]
-    tokens: Int[Tensor, "K"]
-    targets: Int[Tensor, "K"]
-    sample_index: Int[Tensor, "K"]
-    temperatures: Float[Tensor, "K"]
+    token_ids: Int[Tensor, " N"]
+    predictors: Int[Tensor, " K"]
+    tokens: Int[Tensor, " K"]
+    targets: Int[Tensor, " K"]
+    sample_index: Int[Tensor, " K"]
+    temperatures: Float[Tensor, " K"]
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same micro-batch with every tensor on `device`."""

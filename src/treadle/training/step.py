@@ -31,15 +31,15 @@ class MicroBatchResult:
     loss: Tensor
     policy_loss: float
     kl_loss: float
-    entropy: Float[Tensor, "K"]
-    ratio: Float[Tensor, "K"]
-    clipped: Bool[Tensor, "K"]
-    advantages: Float[Tensor, "K"]
-    kl: Float[Tensor, "K"]
-    rollout_gap: Float[Tensor, "K"]  # trainer's logprob before the step minus the engine's
+    entropy: Float[Tensor, " K"]
+    ratio: Float[Tensor, " K"]
+    clipped: Bool[Tensor, " K"]
+    advantages: Float[Tensor, " K"]
+    kl: Float[Tensor, " K"]
+    rollout_gap: Float[Tensor, " K"]  # trainer's logprob before the step minus the engine's
 
 
-def packed_logprobs(model: PreTrainedModel, packed: PackedBatch, backend: Backend) -> Float[Tensor, "K"]:
+def packed_logprobs(model: PreTrainedModel, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
     """Logprobs of the trained tokens at their sampling temperature."""
     return _logprobs(model, packed, backend, with_entropy=False, entropy_grad=False)[0]
 
@@ -67,10 +67,10 @@ def micro_batch_loss(
     model: PreTrainedModel, packed: PackedBatch, batch: Batch, objective: Objective, backend: Backend
 ) -> MicroBatchResult:
     """Forward pass and loss; `batch` holds what belongs to `packed`, on the same device."""
-    logprobs, entropy = _logprobs(
-        model, packed, backend, with_entropy=True, entropy_grad=objective.entropy_coef != 0
-    )
-    assert entropy is not None and batch.advantages is not None and batch.loss_weights is not None
+    logprobs, entropy = _logprobs(model, packed, backend, with_entropy=True, entropy_grad=objective.entropy_coef != 0)
+    assert entropy is not None
+    assert batch.advantages is not None
+    assert batch.loss_weights is not None
     now = logprobs.detach()
     at = packed.tokens
     old = now if batch.old_logprobs is None else batch.old_logprobs[at]

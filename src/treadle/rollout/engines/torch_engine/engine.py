@@ -73,7 +73,9 @@ class TorchEngine:
         if self._failure is not None:
             raise EngineError(f"the torch engine failed earlier: {self._failure!r}") from self._failure
         if not token_ids or n < 1:
-            raise EngineError(f"a request needs a prompt of at least one token and n ≥ 1, got {len(token_ids)} tokens and n={n}")
+            raise EngineError(
+                f"a request needs a prompt of at least one token and n ≥ 1, got {len(token_ids)} tokens and n={n}"
+            )
         if len(token_ids) + sampling.max_new_tokens > self._max_length:
             raise EngineError(
                 f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "

@@ -34,6 +34,7 @@ class SamplingTensors:
     top_k: Tensor
     min_p: Tensor
     any_greedy: bool
+    all_one: bool
     cuts: bool
 
     @classmethod
@@ -47,6 +48,7 @@ class SamplingTensors:
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
             any_greedy=any(p.temperature == 0 for p in params),
+            all_one=all(p.temperature in (0, 1) for p in params),
             cuts=any(p.temperature > 0 and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0) for p in params),
         )
 
@@ -74,22 +76,25 @@ def sample(logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> tuple[
     The logprob is that of the distribution drawn from, after temperature and cuts; for a greedy row that of
     temperature 1.
     """
-    scaled = logits.float() / settings.temperature[:, None]
-    probs = torch.softmax(scaled, dim=-1)
+    weights = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    best = weights.argmax(dim=-1) if settings.any_greedy else None
+    if not settings.all_one:
+        weights.div_(settings.temperature[:, None])
+    weights.sub_(weights.amax(dim=-1, keepdim=True)).exp_()
     if settings.cuts:
-        probs = _cut(probs, settings)
-    tokens = _inverse_cdf(probs, uniform)
-    if settings.any_greedy:
-        tokens = torch.where(settings.greedy, scaled.argmax(dim=-1), tokens)
-    picked = probs.gather(1, tokens[:, None])[:, 0]
-    if settings.cuts:
-        return tokens, torch.log(picked / probs.sum(dim=-1))
-    logprobs = scaled.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(scaled, dim=-1)
-    return tokens, logprobs
+        weights = _cut(weights, settings)
+    tokens, total = _inverse_cdf(weights, uniform)
+    if best is not None:
+        tokens = torch.where(settings.greedy, best, tokens)
+    picked = weights.gather(1, tokens[:, None])[:, 0]
+    return tokens, (picked.double() / total).log().float()
 
 
 def _cut(probs: Tensor, settings: SamplingTensors) -> Tensor:
-    """Zero what min-p, top-k and top-p leave out (in this order, each on what the ones before kept)."""
+    """Zero what min-p, top-k and top-p leave out (in this order, each on what the ones before kept).
+
+    `probs` need not sum to 1.
+    """
     greedy = settings.greedy[:, None]
     floor = settings.min_p[:, None] * probs.max(dim=-1, keepdim=True).values
     kept = torch.where((probs < floor) & ~greedy, 0.0, probs)
@@ -104,14 +109,14 @@ def _cut(probs: Tensor, settings: SamplingTensors) -> Tensor:
     return torch.zeros_like(probs).scatter_(1, order, ordered)
 
 
-def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """First token whose running sum passes uniform · total; probs [B, V] need not sum to 1."""
+def _inverse_cdf(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """First token whose running sum passes uniform · total, and the total; probs [B, V] need not sum to 1."""
     rows, vocab = probs.shape
     pad = -vocab % BLOCK
     if pad:
         probs = torch.nn.functional.pad(probs, (0, pad))
     blocks = probs.view(rows, -1, BLOCK)
-    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    sums = blocks.sum(dim=-1).double()
     running = sums.cumsum(dim=-1)
     target = uniform * running[:, -1]
     block = (running <= target[:, None]).sum(dim=-1).clamp_(max=sums.shape[1] - 1)
@@ -119,7 +124,7 @@ def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     inside = blocks[torch.arange(rows, device=probs.device), block].double()
     rest = target - (running.gather(1, block[:, None]) - sums.gather(1, block[:, None]))[:, 0]
     offset = (inside.cumsum(dim=-1) <= rest[:, None]).sum(dim=-1).clamp_(max=BLOCK - 1)
-    return block * BLOCK + _last_positive(inside, offset)
+    return block * BLOCK + _last_positive(inside, offset), running[:, -1]
 
 
 def _last_positive(weights: Tensor, index: Tensor) -> Tensor:
