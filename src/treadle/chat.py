@@ -49,6 +49,20 @@ class Codec:
         except Exception as error:  # templates are Jinja programs: they raise what they like
             raise ModelError(f"the chat template of {self.name!r} refused the messages: {error}") from error
 
+    def render_reply(self, messages: Sequence[Message]) -> str:
+        """Messages that follow an answer the model ended by itself, up to where its next answer begins.
+
+        Raises `ModelError` where the chat template can't continue a conversation.
+        """
+        mark = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
+        before: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
+        whole = self.render_messages([*before, *messages])
+        _, found, rest = whole.partition(mark)
+        if not found:
+            raise ModelError(f"the chat template of {self.name!r} does not keep the model's earlier answers")
+        eos = str(self.tokenizer.eos_token or "")
+        return rest.removeprefix(eos)
+
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of text that `render_messages` made: its special tokens are already in it."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

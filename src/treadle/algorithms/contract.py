@@ -10,7 +10,7 @@ Each raises `AssertionError` with one line that says what is wrong; each takes w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -187,10 +187,8 @@ def _check_on_policy_gradient(loss: PolicyLossFn) -> None:
 # Advantage estimators
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    group_ids: tuple[int, ...] = (7, 3, 7, 7, 5)  # a group of three, two of one
-    rewards: tuple[float, ...] = (1.0, 0.5, 0.0, 0.25, 2.0)
+_GROUP_IDS = (7, 3, 7, 7, 5)  # a group of three, two of one
+_REWARDS = (1.0, 0.5, 0.0, 0.25, 2.0)
 
 
 def _advantage_inputs(dtype: torch.dtype) -> AdvantageInputs:
@@ -200,10 +198,9 @@ def _advantage_inputs(dtype: torch.dtype) -> AdvantageInputs:
     numbers = torch.randn(5, count, generator=generator, dtype=torch.float64).to(dtype)
     mask = torch.rand(count, generator=generator) > 0.3
     mask[index == 3] = False
-    sizes = _Sizes()
     return AdvantageInputs(
-        rewards=torch.tensor(sizes.rewards, dtype=dtype),
-        group_ids=torch.tensor(sizes.group_ids),
+        rewards=torch.tensor(_REWARDS, dtype=dtype),
+        group_ids=torch.tensor(_GROUP_IDS),
         sample_index=index,
         mask=mask,
         reward_parts=torch.randn(len(_LENGTHS), 2, generator=generator, dtype=torch.float64).to(dtype),

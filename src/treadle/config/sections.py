@@ -101,6 +101,14 @@ class RolloutSection(Section):
     max_concurrent_prompts: int | None = Field(
         None, ge=1, description="Most prompts in flight at once; all of a rollout where not given."
     )
+    custom_env_path: str | None = Field(
+        None,
+        description="Your own environment, `file.py:object` or `package.module:object`: answers the model between its turns.",
+    )
+    env_max_turns: int = Field(8, ge=1, description="Most turns of the model in a sample with an environment.")
+    env_timeout_seconds: float = Field(
+        60.0, gt=0, description="An environment slower than this marks its sample failed."
+    )
     rollout_timeout_seconds: float = Field(
         3600.0, gt=0, description="Deadline of one rollout's generation and scoring."
     )

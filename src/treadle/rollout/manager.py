@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from treadle.chat import Codec
 from treadle.errors import DeadlineError
+from treadle.rollout.conversation import Conversation
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.rewards import RewardScorer
 from treadle.rollout.rewards.scorer import GroupScoring
 from treadle.rollout.trajectory import Trajectory
-from treadle.types import Group, Prompt, Sample, SamplingParams
+from treadle.types import Completion, Group, Prompt, Sample, SamplingParams
 
 OnSample = Callable[[int, int], None]
 """Called with how many samples are done and how many there will be."""
@@ -41,10 +42,12 @@ class RolloutManager:
         *,
         timeout_seconds: float,
         max_concurrent_prompts: int | None = None,
+        conversation: Conversation | None = None,
     ):
         self.engine, self.codec = engine, codec
         self.timeout_seconds = timeout_seconds
         self.max_concurrent_prompts = max_concurrent_prompts
+        self.conversation = conversation
 
     async def collect(self, job: Collect, scorer: RewardScorer, on_sample: OnSample | None = None) -> list[Group]:
         """Generate and score n samples of every prompt; groups come back in the order of the prompts.
@@ -90,9 +93,7 @@ class RolloutManager:
         try:
             async with slots, aclosing(self.engine.generate(prompt.token_ids, sampling, job.n)) as completions:
                 async for completion in completions:
-                    trajectory = Trajectory(prompt, completion.index, sampling.temperature)
-                    trajectory.add_sampled(completion)
-                    sample = trajectory.finish(completion.status, self.codec.decode(completion.token_ids))
+                    sample = self._finish(prompt, completion, sampling)
                     tasks.append(asyncio.create_task(self._score(scoring, sample, count)))
             samples = await asyncio.gather(*tasks)
         except BaseException:
@@ -101,9 +102,17 @@ class RolloutManager:
             raise
         return Group(prompt, tuple(sorted(samples, key=lambda s: s.index)))
 
+    async def _finish(self, prompt: Prompt, completion: Completion, sampling: SamplingParams) -> Sample:
+        """The sample of a completion, with whatever an environment makes of it."""
+        trajectory = Trajectory(prompt, completion.index, sampling.temperature)
+        if self.conversation is not None:
+            return await self.conversation.finish(trajectory, completion, sampling)
+        trajectory.add_sampled(completion)
+        return trajectory.finish(completion.status, self.codec.decode(completion.token_ids))
+
     @staticmethod
-    async def _score(scoring: GroupScoring, sample: Sample, count: Callable[[], None]) -> Sample:
-        scored = await scoring.score(sample)
+    async def _score(scoring: GroupScoring, sample: Awaitable[Sample], count: Callable[[], None]) -> Sample:
+        scored = await scoring.score(await sample)
         count()
         return scored
 

@@ -13,7 +13,9 @@ from treadle.errors import ConfigError
 from treadle.models.bundled import resolve
 from treadle.models.load import compute_dtype, context_length, load_config, load_model, pick_device
 from treadle.observe.progress import Progress
+from treadle.rollout.conversation import Conversation, TurnLimits
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.envs import load_environment
 from treadle.rollout.manager import RolloutManager
 from treadle.rollout.rewards import RewardScorer, build_scorer
 from treadle.run.evaluate import EvalSet, eval_sampling
@@ -76,11 +78,16 @@ async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, st
     assert rollout.rollout_engine == "torch"  # the only one so far
     engine = TorchEngine(model, codec, EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB)))
     stack.push_async_callback(engine.close)
+    conversation = None
+    if rollout.custom_env_path is not None:
+        limits = TurnLimits(rollout.env_max_turns, rollout.env_timeout_seconds, context_length(model.config))
+        conversation = Conversation(engine, codec, load_environment(rollout.custom_env_path), limits)
     return RolloutManager(
         engine,
         codec,
         timeout_seconds=rollout.rollout_timeout_seconds,
         max_concurrent_prompts=rollout.max_concurrent_prompts,
+        conversation=conversation,
     )
 
 

@@ -58,7 +58,8 @@ class Objective:
         section = self.section
         kl = None
         if section.kl_coef > 0:
-            assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+            assert batch.old_logprobs is not None
+            assert batch.ref_logprobs is not None
             kl = kl_per_token("k1", batch.old_logprobs, batch.ref_logprobs)
         inputs = AdvantageInputs(
             rewards=batch.rewards,

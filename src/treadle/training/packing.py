@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -159,4 +160,4 @@ def _balanced_slices(units: list[_Unit], count: int) -> list[list[_Unit]]:
     sums = np.cumsum([unit.num_tokens for unit in units])
     cuts = [int(np.searchsorted(sums - sums[0] / 2, sums[-1] * k / count)) for k in range(1, count)]
     edges = [0, *cuts, len(units)]
-    return [units[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [units[a:b] for a, b in pairwise(edges)]

@@ -1,0 +1,5 @@
+"""Environments: what answers the model between its turns."""
+
+from treadle.rollout.envs.base import Environment, Reply, load_environment
+
+__all__ = ["Environment", "Reply", "load_environment"]

@@ -1,0 +1,79 @@
+"""Several turns of model and environment as one trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from treadle.chat import Codec
+from treadle.rollout.engines.base import Engine
+from treadle.rollout.envs import Environment, Reply
+from treadle.rollout.trajectory import Trajectory, failed
+from treadle.types import Completion, Sample, SamplingParams, Status
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """How long a conversation may be; `max_length` is the model's context in tokens."""
+
+    max_turns: int
+    reply_timeout_seconds: float
+    max_length: int
+
+
+class Conversation:
+    """Lets an environment answer until it, the model or a limit ends the sample."""
+
+    def __init__(self, engine: Engine, codec: Codec, environment: Environment, limits: TurnLimits):
+        self.engine, self.codec, self.environment, self.limits = engine, codec, environment, limits
+
+    async def finish(self, trajectory: Trajectory, first: Completion, sampling: SamplingParams) -> Sample:
+        """Go on from the model's first turn; `sampling.max_new_tokens` bounds what is sampled over all turns.
+
+        A turn that did not end by itself ends the sample, with its status. So do the limits: the sample is truncated.
+        """
+        turns = [self.codec.decode(first.token_ids)]
+        trajectory.add_sampled(first)
+        status = first.status
+        while status is Status.COMPLETED:
+            try:
+                reply = await self._reply(trajectory, turns)
+            except Exception as error:  # an environment is the user's code: it may raise anything
+                why = (
+                    f"no reply within {self.limits.reply_timeout_seconds:g} s"
+                    if isinstance(error, TimeoutError)
+                    else repr(error)
+                )
+                return failed(self._sample(trajectory, Status.FAILED), f"environment: {why}")
+            if reply is None:
+                break
+            trajectory.add_given(self._tokens(reply))
+            left = sampling.max_new_tokens - trajectory.num_sampled
+            left = min(left, self.limits.max_length - len(trajectory.token_ids))
+            if left < 1 or len(turns) >= self.limits.max_turns:
+                status = Status.TRUNCATED
+                break
+            completion = await self._next_turn(trajectory, replace(sampling, max_new_tokens=left), len(turns))
+            turns.append(self.codec.decode(completion.token_ids))
+            status = completion.status
+        return self._sample(trajectory, status)
+
+    async def _reply(self, trajectory: Trajectory, turns: list[str]) -> Reply:
+        call = self.environment.reply(trajectory.prompt, tuple(turns))
+        return await asyncio.wait_for(call, self.limits.reply_timeout_seconds)
+
+    def _tokens(self, reply: str | list) -> list[int]:
+        text = reply if isinstance(reply, str) else self.codec.render_reply(reply)
+        return self.codec.encode_rendered(text)
+
+    async def _next_turn(self, trajectory: Trajectory, sampling: SamplingParams, turn: int) -> Completion:
+        own = replace(sampling, seed=sampling.seed + 1_000_003 * turn + trajectory.index)
+        async with aclosing(self.engine.generate(trajectory.token_ids, own, 1)) as completions:
+            completion = await anext(completions)
+        trajectory.add_sampled(completion)
+        return completion
+
+    def _sample(self, trajectory: Trajectory, status: Status) -> Sample:
+        text = self.codec.decode(trajectory.token_ids[len(trajectory.prompt.token_ids) :])
+        return trajectory.finish(status, text)

@@ -1,0 +1,54 @@
+"""The seam for environments: what answers the model between its turns, such as a tool or a simulated user.
+
+An environment sees text and gives text (or chat messages); tokens are the rollout's business: what the model
+sampled is never tokenised again, what the environment said is tokenised once and masked out of training.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from treadle.errors import ConfigError
+from treadle.registry import resolve
+from treadle.types import Message, Prompt
+
+Reply = str | Sequence[Message] | None
+"""Raw text to append, messages to render with the chat template, or None: the conversation is over."""
+
+
+class Environment(Protocol):
+    """Answers the model after each of its turns."""
+
+    async def reply(self, prompt: Prompt, turns: Sequence[str]) -> Reply:
+        """The answer to the last of the model's turns; `turns` are their texts in order.
+
+        Whatever it raises, or a reply later than the deadline, marks that sample failed. One environment serves all
+        samples at once: what it remembers it keeps by prompt and turns, not on itself.
+        """
+        ...
+
+
+class _FunctionEnvironment:
+    """An `async def reply(prompt, turns)` given as a plain function."""
+
+    def __init__(self, function: Any):
+        self._function = function
+
+    async def reply(self, prompt: Prompt, turns: Sequence[str]) -> Reply:
+        return await self._function(prompt, turns)
+
+
+def load_environment(path: str) -> Environment:
+    """The environment at `file.py:object` or `package.module:object`: an object with `reply`, a class, or a function.
+
+    Raises `ConfigError` where it is none of these or `reply` is not `async`.
+    """
+    found: Any = resolve("environment", path, {})
+    if inspect.iscoroutinefunction(found):
+        return _FunctionEnvironment(found)
+    environment = found() if inspect.isclass(found) else found
+    if not inspect.iscoroutinefunction(getattr(environment, "reply", None)):
+        raise ConfigError(f"environment {path!r} has no `async def reply(prompt, turns)`")
+    return environment

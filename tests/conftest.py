@@ -1,0 +1,162 @@
+"""What tests of several packages share: a tiny random Llama on disk, its tokenizer, and random scored groups.
+
+Fixtures: `tiny_model_dir`, `tiny_model`, `tiny_codec`, `make_groups`.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from treadle.types import NO_VERSION, Group, Prompt, Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from treadle.chat import Codec
+
+SPECIAL_TOKENS = ("<eos>", "<user>", "<bot>")  # ids 0, 1, 2
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " "
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+VOCABULARY = len(SPECIAL_TOKENS) + len(CHARACTERS)
+CONTEXT = 256
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matmuls are quicker on one thread, and results do not depend on the machine's cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _tokenizer() -> Any:
+    """One token for each character; text goes to ids and back unchanged."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocab, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<eos>",
+        additional_special_tokens=["<user>", "<bot>"],
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random Llama with tied embeddings, float32, about 22 thousand parameters, and its tokenizer.
+
+    Read only: a test that changes files copies the folder first.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.2,  # far from uniform, so that a wrong logit is seen
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_model(tiny_model_dir: Path) -> PreTrainedModel:
+    """A fresh float32 copy of the tiny Llama, with Treadle's attention."""
+    from treadle.models.load import load_model
+
+    return load_model(str(tiny_model_dir), torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def tiny_codec(tiny_model_dir: Path) -> Codec:
+    from treadle.chat import load_codec
+
+    return load_codec(str(tiny_model_dir))
+
+
+def _make_groups(
+    sizes: Sequence[int] = (3, 2, 4),
+    *,
+    seed: int = 0,
+    prompt_lengths: Sequence[int] = (7, 5, 9),
+    response_lengths: tuple[int, int] = (1, 9),
+    temperature: float = 1.0,
+    rewards: Sequence[Sequence[float]] | None = None,
+    first_group_id: int = 10,
+) -> list[Group]:
+    """Scored groups of random tokens: `sizes[g]` samples of one prompt of `prompt_lengths[g % …]` tokens.
+
+    Response lengths are drawn from `response_lengths` (both ends included), rewards from {0, 0.5, 1} unless given.
+    Everything after the prompt is trained.
+    """
+    rng = np.random.default_rng(seed)
+    groups = []
+    for g, size in enumerate(sizes):
+        prompt_length = prompt_lengths[g % len(prompt_lengths)]
+        prompt = Prompt(
+            group_id=first_group_id + g,
+            token_ids=tuple(int(t) for t in rng.integers(3, VOCABULARY, prompt_length)),
+            text=f"prompt {g}",
+        )
+        samples = []
+        for i in range(size):
+            length = int(rng.integers(response_lengths[0], response_lengths[1] + 1))
+            reward = float(rng.choice([0.0, 0.5, 1.0])) if rewards is None else float(rewards[g][i])
+            response = rng.integers(3, VOCABULARY, length)
+            samples.append(
+                Sample(
+                    group_id=prompt.group_id,
+                    index=i,
+                    trajectory_id=i,
+                    token_ids=np.concatenate([prompt.token_ids, response]).astype(np.int32),
+                    loss_mask=np.arange(prompt_length + length) >= prompt_length,
+                    rollout_logprobs=np.concatenate([np.zeros(prompt_length), -rng.random(length)]).astype(np.float32),
+                    weight_versions=np.concatenate(
+                        [np.full(prompt_length, NO_VERSION), np.zeros(length, dtype=int)]
+                    ).astype(np.int32),
+                    temperature=temperature,
+                    status=Status.COMPLETED,
+                    reward=reward,
+                )
+            )
+        groups.append(Group(prompt, tuple(samples)))
+    return groups
+
+
+@pytest.fixture(scope="session")
+def make_groups() -> Callable[..., list[Group]]:
+    """The function above: `make_groups(sizes=(3, 2, 4), seed=0, temperature=1.0, rewards=None, …)`."""
+    return _make_groups
