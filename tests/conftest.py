@@ -1,6 +1,6 @@
 """What tests of several packages share: a tiny random Llama on disk, its tokenizer, and random scored groups.
 
-Fixtures: `tiny_model_dir`, `tiny_model`, `tiny_codec`, `make_groups`.
+Fixtures: `tiny_model_dir`, `tiny_model`, `tiny_codec`, `make_groups`, `make_config`, `make_trainer`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from treadle.chat import Codec
+    from treadle.config import Config
+    from treadle.training.worker import Trainer
 
 SPECIAL_TOKENS = ("<eos>", "<user>", "<bot>")  # ids 0, 1, 2
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " "
@@ -160,3 +162,52 @@ def _make_groups(
 def make_groups() -> Callable[..., list[Group]]:
     """The function above: `make_groups(sizes=(3, 2, 4), seed=0, temperature=1.0, rewards=None, …)`."""
     return _make_groups
+
+
+def _make_config(**fields: Any) -> Config:
+    """A configuration from flat field names; each goes to the section that owns it."""
+    from treadle.config import Config
+
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in fields.items():
+        owner = next(s for s, info in Config.model_fields.items() if name in info.annotation.model_fields)
+        sections.setdefault(owner, {})[name] = value
+    return Config.model_validate(sections)
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., Config]:
+    """`make_config(rollout_batch_size=4, lr=1e-3, …)`."""
+    return _make_config
+
+
+@pytest.fixture
+def make_trainer(tiny_model_dir: Path) -> Callable[..., Trainer]:
+    """`make_trainer(warn=…, reference_noise=0.0, **config fields)`: a trainer of a fresh tiny model.
+
+    AdamW's epsilon is 1 and its rates are 0.9 and 0.95 unless given: an update is then close to the gradient itself,
+    so that weights after a step tell whether gradients agree. The reference model, built where the objective needs
+    one, is the same model with `reference_noise` times normal noise on its weights (seed 0).
+    """
+    import copy
+
+    from treadle.config import batch_arithmetic
+    from treadle.models.load import load_model
+    from treadle.training.objective import build_objective
+    from treadle.training.worker import Trainer
+
+    loaded = load_model(str(tiny_model_dir), torch.float32, torch.device("cpu"))
+
+    def make(
+        *, warn: Callable[[str], None] = print, total_steps: int = 10, reference_noise: float = 0.0, **fields: Any
+    ) -> Trainer:
+        config = _make_config(**{"adam_eps": 1.0, "lr": 1.0, "clip_grad": 1e9, **fields})
+        reference = None
+        if build_objective(config.algorithm).needs_reference:
+            reference = copy.deepcopy(loaded).requires_grad_(False)
+            generator = torch.Generator().manual_seed(0)
+            for param in reference.parameters():
+                param.add_(torch.randn(param.shape, generator=generator), alpha=reference_noise)
+        return Trainer(copy.deepcopy(loaded), config, batch_arithmetic(config), total_steps, reference, warn)
+
+    return make

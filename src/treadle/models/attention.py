@@ -190,10 +190,10 @@ class PackedAttention:
             out_p = torch.bmm(probs, value_p).view(families, groups, longest, repeat, dim)
             out_p = out_p.permute(0, 2, 1, 3, 4).reshape(families * longest, heads, dim)
         out_s = query.new_zeros(0, heads, dim)
-        if most:
+        if most and width:
             key_s = suffix_grid(key).reshape(families * groups * most, width, dim)
             value_s = suffix_grid(value).reshape(families * groups * most, width, dim)
-            rows = suffix_grid(query).reshape(families * groups, most * width * repeat, dim)
+            rows = suffix_grid(query).reshape(families * groups, most * width * repeat, dim).contiguous()
             cross = _capped(torch.bmm(rows, key_p.transpose(1, 2)), layer.softcap)
             cross = cross.view(families, groups, most, width, repeat, longest).masked_fill(
                 cross_mask.unsqueeze(4), float("-inf")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from treadle.errors import ConfigError, ModelError
 from treadle.models.bundled import resolve
-from treadle.models.load import DTYPES, context_length, load_config
+from treadle.models.load import DTYPES, context_length, first_line, load_config
 
 
 def export_model(source: Path, out: Path, dtype: str) -> Path:
     """Write a model folder to `out` in `dtype`, tokenizer included.
 
     The result loads with `AutoModelForCausalLM.from_pretrained(out)`. Raises `ConfigError` for an unknown dtype or a
-    folder that is not empty, `ModelError` where there is no model.
+    folder that is not empty, `ModelError` where there is no whole model; nothing is left behind then.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,8 +27,12 @@ def export_model(source: Path, out: Path, dtype: str) -> Path:
     work = out.with_name(f".{out.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).save_pretrained(work)
-    AutoTokenizer.from_pretrained(source).save_pretrained(work)
+    try:
+        AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).save_pretrained(work)
+        AutoTokenizer.from_pretrained(source).save_pretrained(work)
+    except Exception as error:  # the loaders raise many kinds for the same cause
+        shutil.rmtree(work, ignore_errors=True)
+        raise ModelError(f"can't export {str(source)!r} to {str(out)!r}: {first_line(error)}") from error
     if out.exists():
         out.rmdir()
     work.rename(out)

@@ -53,7 +53,7 @@ class PackedLayout:
     def starts(self) -> tuple[int, ...]:
         """Where each family begins in the row."""
         sizes = [family.num_tokens for family in self.families]
-        return tuple(int(x) for x in np.cumsum([0, *sizes[:-1]]))
+        return tuple(int(x) for x in np.cumsum([0, *sizes])[:-1])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from treadle.errors import ModelError
-from treadle.models.attention import register_attention
+from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FORWARD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+FORWARD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def pick_device(device: str) -> torch.device:
@@ -57,12 +57,14 @@ def load_config(path: str) -> PretrainedConfig:
     """Read a model's config.json; raises `ModelError` with the path where it can't be read."""
     from transformers import AutoConfig
 
+    if not Path(path).exists() and path.startswith(("/", "./", "../", "~")):  # else it may be a hub id
+        raise ModelError(f"no model at {path!r}: no such folder")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path!r} is not a model folder: it has no config.json")
     try:
         return AutoConfig.from_pretrained(path)
     except Exception as error:  # hub, JSON and validation errors alike
-        raise ModelError(f"no model at {path!r}: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"no model at {path!r}: {first_line(error)}") from error
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device, *, trainable: bool = True) -> PreTrainedModel:
@@ -78,19 +80,58 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, trainable
     config = load_config(path)
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=register_attention()
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=register_attention(), output_loading_info=True
         )
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise ModelError(f"can't load a causal language model from {path!r}: {error!r}") from error
+        raise ModelError(
+            f"{path!r}: {type(config).__name__.removesuffix('Config')} models do not take their attention from "
+            "transformers' attention interface; this architecture is not supported"
+        ) from error
     except Exception as error:
-        raise ModelError(f"can't load a causal language model from {path!r}: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"can't load a causal language model from {path!r}: {first_line(error)}") from error
+    if found["missing_keys"]:
+        raise ModelError(
+            f"{path!r} has no weight {min(found['missing_keys'])!r} ({len(found['missing_keys'])} missing); "
+            "the model folder is not whole"
+        )
     model.to(device)
     model.requires_grad_(trainable)
     model.eval()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    _switch_dropout_off(model)
     check_forward(model, FORWARD_TOLERANCE[dtype])
     return model
+
+
+def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of a model folder by the names the module has for them, float32 on the CPU.
+
+    Files may name weights otherwise (fused experts, say): transformers knows how, so it reads them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except Exception as error:
+        raise ModelError(f"can't load a causal language model from {str(folder)!r}: {first_line(error)}") from error
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, cut to one line; its class where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _switch_dropout_off(model: torch.nn.Module) -> None:
+    """Set every dropout to 0: the modules, and the rates that layers hand to a dropout function or skip a layer by."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
 
 
 def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> None:

@@ -30,6 +30,7 @@ from treadle.errors import CheckpointError
 LATEST = "latest"
 MANIFEST = "manifest.json"
 PREFIX = "rollout_"
+REPLACED = ".old"
 CHUNK_BYTES = 1 << 24
 
 
@@ -44,13 +45,6 @@ class Checkpoint:
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return load_file(self.path / "optimizer.safetensors")
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        """The master weights by parameter name, from one file or several shards."""
-        tensors: dict[str, Tensor] = {}
-        for file in sorted((self.path / "model").glob("*.safetensors")):
-            tensors.update(load_file(file))
-        return tensors
-
 
 def save_checkpoint(
     folder: Path,
@@ -64,13 +58,16 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint that resumes at `rollout_id`, then move `latest` and delete all but `keep` newest.
 
-    A crash at any moment leaves the checkpoints before it as they were. Raises `CheckpointError` naming the folder
-    and the cause (disk full, no permission); what was half written is removed.
+    Newest counts from this one back: checkpoints of later rollouts, left by a run that went further before it was
+    resumed from an earlier one, stay until they are written anew. A crash at any moment leaves the checkpoints
+    before it as they were. Raises `CheckpointError` naming the folder and the cause (disk full, no permission);
+    what was half written is removed.
     """
     name = f"{PREFIX}{rollout_id:06d}"
     work = folder / f".{name}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _put_back(folder)
         for left in folder.glob(f".{PREFIX}*"):  # half written by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         work.mkdir()
@@ -82,19 +79,20 @@ def save_checkpoint(
         _sync(work)
         target = folder / name
         if target.exists():  # the same rollout saved again, after a resume from an earlier one
-            os.replace(target, work.with_name(f"{work.name}.old"))
+            os.replace(target, work.with_name(f"{work.name}{REPLACED}"))
         os.replace(work, target)
-        shutil.rmtree(work.with_name(f"{work.name}.old"), ignore_errors=True)
+        shutil.rmtree(work.with_name(f"{work.name}{REPLACED}"), ignore_errors=True)
         _write_latest(folder, name)
     except Exception as error:
         shutil.rmtree(work, ignore_errors=True)
+        _put_back(folder)
         if isinstance(error, OSError) or "safetensor" in type(error).__name__.lower():
             raise CheckpointError(
                 f"can't save a checkpoint in {str(folder)!r}: {error}; free space or choose another --save, earlier checkpoints are untouched"
             ) from error
         raise
     if keep is not None:
-        for old in _folders(folder)[:-keep]:
+        for old in _candidates(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return folder / name
 
@@ -113,6 +111,7 @@ def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Checkpoint:
             raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {fault}; choose another one")
         return _read(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    _put_back(folder)
     for candidate in reversed(_candidates(folder)):
         fault = fault_of(candidate)
         if not fault:
@@ -162,6 +161,14 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.is_dir() and p.name.startswith(PREFIX))
 
 
+def _put_back(folder: Path) -> None:
+    """Restore a checkpoint that was moved aside for a new one of the same rollout which never took its place."""
+    for left in folder.glob(f".{PREFIX}*{REPLACED}"):
+        target = folder / left.name[1:].split(".")[0]
+        if not target.exists():
+            os.replace(left, target)
+
+
 def _candidates(folder: Path) -> list[Path]:
     """Checkpoints up to the one `latest` names; without that file, all of them."""
     folders = _folders(folder)
@@ -199,5 +206,8 @@ def _sync(folder: Path) -> None:
 
 def _write_latest(folder: Path, name: str) -> None:
     temporary = folder / f".{LATEST}.{os.getpid()}"
-    temporary.write_text(name + "\n")
-    os.replace(temporary, folder / LATEST)
+    try:
+        temporary.write_text(name + "\n")
+        os.replace(temporary, folder / LATEST)
+    finally:
+        temporary.unlink(missing_ok=True)

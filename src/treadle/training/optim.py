@@ -82,14 +82,15 @@ class MasterOptimizer:
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         self.num_steps += 1
         for master in self.masters.values():
-            if (
-                master.grad is None
-            ):  # nothing in the batch reached it: a gradient of zero, which momentum may still move
+            if master.grad is None:
+                # Nothing in the batch reached it: a gradient of zero, which momentum may still move.
                 master.grad = torch.zeros_like(master)
-        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.optim.clip_grad)
+        masters = list(self.masters.values())
+        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
         finite = loss_is_finite and bool(torch.isfinite(norm))
         broken = ""
-        if finite:
+        if finite:  # clipping by a norm that is not finite would spread it over all gradients
+            torch.nn.utils.clip_grads_with_norm_(masters, self.optim.clip_grad, norm)
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()

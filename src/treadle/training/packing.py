@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -129,12 +128,7 @@ def plan_micro_batches(batch: Batch, *, max_tokens: int | None, micro_batch_size
     assert max_tokens is not None
     units = [unit for members in _groups(batch.group_ids.tolist()) for unit in _units(batch, members, max_tokens)]
     units.sort(key=lambda unit: (unit.longest, unit.num_tokens))  # stable: equal units keep their order
-    total = sum(unit.num_tokens for unit in units)
-    for count in range(max(1, -(-total // max_tokens)), len(units) + 1):
-        slices = _balanced_slices(units, count)
-        if all(len(s) == 1 or sum(u.num_tokens for u in s) <= max_tokens for s in slices):
-            return [[i for unit in s for i in unit.samples] for s in slices if s]
-    return []
+    return [[i for unit in run for i in unit.samples] for run in _balanced_runs(units, max_tokens)]
 
 
 def _units(batch: Batch, members: list[int], max_tokens: int) -> list[_Unit]:
@@ -155,9 +149,32 @@ def _units(batch: Batch, members: list[int], max_tokens: int) -> list[_Unit]:
     return units
 
 
-def _balanced_slices(units: list[_Unit], count: int) -> list[list[_Unit]]:
-    """Cut an ordered list into `count` runs of about equal token sums."""
-    sums = np.cumsum([unit.num_tokens for unit in units])
-    cuts = [int(np.searchsorted(sums - sums[0] / 2, sums[-1] * k / count)) for k in range(1, count)]
-    edges = [0, *cuts, len(units)]
-    return [units[a:b] for a, b in pairwise(edges)]
+def _balanced_runs(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
+    """Cut an ordered list into as few runs within the limit as there can be, and level them.
+
+    A unit over the limit is a run of its own. The fewest runs stay as few under a lower limit; the lowest such
+    limit makes the largest run as small as it can be.
+    """
+    runs = _filled_runs(units, max_tokens)
+    low, high = 1, max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        tighter = _filled_runs(units, middle)
+        if len(tighter) > len(runs):
+            low = middle + 1
+        else:
+            runs, high = tighter, middle
+    return runs
+
+
+def _filled_runs(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
+    """Fill runs one after the other up to the limit."""
+    runs: list[list[_Unit]] = []
+    room = 0
+    for unit in units:
+        if not runs or unit.num_tokens > room:
+            runs.append([])
+            room = max_tokens
+        runs[-1].append(unit)
+        room -= unit.num_tokens
+    return runs

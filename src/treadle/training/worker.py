@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treadle.config import BatchArithmetic, Config
 from treadle.metrics import Metric, metric
-from treadle.models.load import save_model
+from treadle.models.load import load_parameters, save_model
 from treadle.training.batch import Batch, batch_of
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.objective import Objective, build_objective
@@ -59,6 +59,8 @@ class Trainer:
         if len(batch):
             batch = self._score(batch)
             batch = replace(batch, advantages=self.objective.advantages(batch))
+        else:
+            batch = replace(batch, advantages=torch.zeros(0))
         before = self.optimizer.num_steps
         for step in range(self.arithmetic.num_steps_per_rollout):
             part = batch.select([i for i, of in enumerate(steps) if of == step])
@@ -153,12 +155,14 @@ class Trainer:
         ]
 
     def _with_signal(self, batch: Batch) -> Batch:
-        """The batch without the samples that add nothing to the loss."""
+        """The batch without the samples that add nothing to the loss; the whole of it where none adds anything,
+        so that every step is measured."""
         if not (self.config.train.skip_zero_advantage and self.objective.only_advantages):
             return batch
         assert batch.advantages is not None
         largest = torch.zeros(len(batch)).scatter_reduce(0, batch.sample_index, batch.advantages.abs(), "amax")
-        return batch.select(torch.nonzero(largest).squeeze(1).tolist())
+        chosen = torch.nonzero(largest).squeeze(1).tolist()
+        return batch.select(chosen) if chosen else batch
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
         train = self.config.train
@@ -177,7 +181,7 @@ class Trainer:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule; raises `CheckpointError` for a checkpoint of another model."""
-        tensors = checkpoint.model_tensors()
+        tensors = load_parameters(checkpoint.path / "model")
         check_same_model(checkpoint, tensors, self.optimizer.masters)
         self.optimizer.load_masters(tensors)
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())

@@ -33,6 +33,8 @@ class TorchEngine:
         self._max_length = context_length(model.config)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
         self._queues: dict[Request, asyncio.Queue[Completion | BaseException]] = {}
+        self._arrived: list[Request] = []
+        self._left: list[Request] = []
         self._driver: asyncio.Task[None] | None = None
         self._running = asyncio.Event()
         self._running.set()
@@ -55,7 +57,7 @@ class TorchEngine:
         request = Request(tuple(token_ids), sampling, n)
         queue: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         self._queues[request] = queue
-        self._scheduler.waiting.append(request)
+        self._arrived.append(request)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         try:
@@ -65,16 +67,18 @@ class TorchEngine:
                     raise EngineError(f"the torch engine failed: {item!r}") from item
                 yield item
         finally:
-            self._queues.pop(request, None)
+            del self._queues[request]
+            self._left.append(request)
 
     def _refuse_bad_request(self, token_ids: Sequence[int], sampling: SamplingParams, n: int) -> None:
         if self._closed:
             raise EngineError("the torch engine is closed")
         if self._failure is not None:
             raise EngineError(f"the torch engine failed earlier: {self._failure!r}") from self._failure
-        if not token_ids or n < 1:
+        if not token_ids or n < 1 or sampling.max_new_tokens < 1:
             raise EngineError(
-                f"a request needs a prompt of at least one token and n ≥ 1, got {len(token_ids)} tokens and n={n}"
+                "a request needs at least one token of prompt, one new token and n ≥ 1, "
+                f"got {len(token_ids)} tokens, {sampling.max_new_tokens} new and n={n}"
             )
         if len(token_ids) + sampling.max_new_tokens > self._max_length:
             raise EngineError(
@@ -85,19 +89,33 @@ class TorchEngine:
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self._scheduler.has_work:
+            while self._has_work:
                 # What the last completions set free (a waiting prompt, say) joins before the next step, so the
                 # batches of a rollout do not depend on timing.
                 for _ in range(_SETTLE_TURNS):
                     await asyncio.sleep(0)
                 await self._running.wait()
                 async with self._between_steps:
+                    self._settle()
+                    if not self._scheduler.has_work:
+                        continue  # an abort, or callers that left, took it away meanwhile
                     done = await loop.run_in_executor(self._executor, self._scheduler.step)
                 self._hand_out(done)
         except Exception as error:  # every waiting caller must hear of it, whatever it is
             self._failure = error
             for queue in self._queues.values():
                 queue.put_nowait(error)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._arrived) or self._scheduler.has_work
+
+    def _settle(self) -> None:
+        """Tell the scheduler who came and who left; between steps only, for a step runs in another thread."""
+        self._scheduler.waiting.extend(self._arrived)
+        self._scheduler.drop(self._left)
+        self._arrived.clear()
+        self._left.clear()
 
     def _hand_out(self, done: list[tuple[Request, Completion]]) -> None:
         for request, completion in done:
@@ -107,6 +125,7 @@ class TorchEngine:
 
     async def abort(self) -> None:
         async with self._between_steps:
+            self._settle()
             self._hand_out(self._scheduler.abort())
 
     async def pause(self) -> None:
@@ -119,6 +138,7 @@ class TorchEngine:
 
     async def sleep(self) -> None:
         async with self._between_steps:
+            self._settle()
             if self._scheduler.rows:
                 raise EngineError("the torch engine can't sleep with samples running; abort or finish them first")
             self._scheduler.free_store()

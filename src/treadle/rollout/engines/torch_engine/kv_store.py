@@ -28,6 +28,15 @@ class KVShape:
     row_capacity: int
     dtype: torch.dtype
 
+    def covers(self, other: KVShape) -> bool:
+        """True where whatever fits a store of the other shape fits one of this shape."""
+        return (
+            self.slots >= other.slots
+            and self.rows >= other.rows
+            and self.prefix_capacity >= other.prefix_capacity
+            and self.row_capacity >= other.row_capacity
+        )
+
     @property
     def num_bytes(self) -> int:
         return self.slots * self.slot_bytes + self.rows * self.row_bytes

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.errors import EngineError
 from treadle.types import SamplingParams
 
 BLOCK = 256
@@ -74,7 +75,7 @@ def sample(logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> tuple[
     """Draw one token a row: logits [B, V], uniform float64 [B] → (tokens int64 [B], logprobs float32 [B]).
 
     The logprob is that of the distribution drawn from, after temperature and cuts; for a greedy row that of
-    temperature 1.
+    temperature 1. Raises `EngineError` for logits that are not finite (−inf at some tokens is fine).
     """
     weights = logits.float() if logits.dtype != torch.float32 else logits.clone()
     best = weights.argmax(dim=-1) if settings.any_greedy else None
@@ -118,6 +119,12 @@ def _inverse_cdf(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     blocks = probs.view(rows, -1, BLOCK)
     sums = blocks.sum(dim=-1).double()
     running = sums.cumsum(dim=-1)
+    finite = torch.isfinite(running[:, -1])
+    if not bool(finite.all()):
+        raise EngineError(
+            f"the logits of {rows - int(finite.sum())} of {rows} samples are not finite; the weights are damaged or the "
+            "training diverged: lower --lr, or go on from an earlier checkpoint"
+        )
     target = uniform * running[:, -1]
     block = (running <= target[:, None]).sum(dim=-1).clamp_(max=sums.shape[1] - 1)
     block = _last_positive(sums, block)

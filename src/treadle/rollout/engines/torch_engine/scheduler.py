@@ -8,8 +8,8 @@ the results on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,6 +103,15 @@ class Scheduler:
         self._settings = None
         return out
 
+    def drop(self, requests: Collection[Request]) -> None:
+        """Let requests leave that nobody waits for any more; those that have ended are passed over."""
+        if not requests:
+            return
+        self.waiting = deque(request for request in self.waiting if request not in requests)
+        for i in reversed(range(len(self.rows))):
+            if self.rows[i].request in requests:
+                self._remove_row(i)
+
     def free_store(self) -> None:
         """Give the keys' and values' memory back; they are made anew when needed."""
         assert not self.rows, "samples are still running"
@@ -113,7 +122,7 @@ class Scheduler:
     def _admit(self) -> list[Request]:
         if not self.waiting:
             return []
-        if not self.rows and not self._fits_store(self.waiting[0]):
+        if not self.rows:
             self._make_store()
         admitted: list[Request] = []
         tokens, rows = 0, len(self.rows)
@@ -143,22 +152,29 @@ class Scheduler:
         )
 
     def _make_store(self) -> None:
+        """With nothing running: a new store, unless the waiting requests have all the room in the one there is."""
+        wanted = self._wanted_shape()
+        if self.store is not None and self.store.shape.covers(wanted):
+            return
+        self.store = None  # free the old one before the new one is made
+        self.store = KVStore(wanted, self.device)
+
+    def _wanted_shape(self) -> KVShape:
         """Room for the waiting requests as far as the limits go, and always for the first one."""
-        config = self.model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        hf_config = self.model.config
+        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        kv_heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
         prefix = _round_up(max(len(r.token_ids) for r in self.waiting))
         row = _round_up(max(r.sampling.max_new_tokens for r in self.waiting))
         dtype = self.model.get_input_embeddings().weight.dtype
-        unit = KVShape(config.num_hidden_layers, kv_heads, head_dim, 1, 1, prefix, row, dtype)
+        unit = KVShape(hf_config.num_hidden_layers, kv_heads, head_dim, 1, 1, prefix, row, dtype)
         slots = rows = 0
         for request in self.waiting:
             more_bytes = (slots + 1) * unit.slot_bytes + (rows + request.n) * unit.row_bytes
             if slots and (rows + request.n > self.limits.max_rows or more_bytes > self.limits.kv_bytes):
                 break
             slots, rows = slots + 1, rows + request.n
-        self.store = None  # free the old one before the new one is made
-        self.store = KVStore(KVShape(unit.layers, kv_heads, head_dim, slots, rows, prefix, row, dtype), self.device)
+        return replace(unit, slots=slots, rows=rows)
 
     # One token for every row
 

@@ -1,0 +1,116 @@
+"""A run that is killed and resumed ends with the very weights and metrics of one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from treadle.models.bundled import cache_folder
+
+Rows = Callable[[Path], list[dict]]
+RUN_SECONDS = 240
+TIMED = ("seconds", "per_second", "memory")
+
+
+def start(flags: list[str], folder: Path, *more: str) -> subprocess.Popen:
+    command = [
+        sys.executable,
+        "-m",
+        "treadle",
+        "train",
+        *flags,
+        "--run-dir",
+        str(folder),
+        "--save-interval",
+        "1",
+        *more,
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def finish(process: subprocess.Popen) -> None:
+    output, _ = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == 0, output.decode()
+
+
+def kill_after(process: subprocess.Popen, folder: Path, lines: int, wait_seconds: float) -> None:
+    """kill -9 once metrics.jsonl has that many lines and a little more time has passed."""
+    deadline = time.monotonic() + RUN_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read().decode()  # it must not be done before it is killed
+        metrics = folder / "metrics.jsonl"
+        if metrics.is_file() and metrics.read_bytes().count(b"\n") >= lines:
+            break
+        time.sleep(0.005)
+    time.sleep(wait_seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed; make it longer"
+
+
+def steady(rows: list[dict]) -> list[dict]:
+    """Metrics without those that measure the machine."""
+    return [{name: value for name, value in row.items() if not any(t in name for t in TIMED)} for row in rows]
+
+
+def assert_same_end(whole: Path, resumed: Path, name: str) -> None:
+    for file in ("model/model.safetensors", "optimizer.safetensors", "state.json"):
+        parts = [(folder / "checkpoints" / name / file).read_bytes() for folder in (whole, resumed)]
+        assert parts[0] == parts[1], f"{file} differs"
+
+
+def check_kills(
+    flags: list[str], tmp_path: Path, read_rows: Rows, kills: list[tuple[int, float]], num_rollout: int
+) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    length = ["--num-rollout", str(num_rollout)]
+    finish(start(flags, whole, *length))
+    load: list[str] = []
+    for lines, wait_seconds in kills:
+        kill_after(start(flags, resumed, *length, *load), resumed, lines, wait_seconds)
+        if (resumed / "checkpoints" / "latest").is_file():
+            load = ["--load", str(resumed)]
+        else:  # killed before the first save: there is nothing to resume
+            resumed = resumed.with_name(resumed.name + "-again")
+    finish(start(flags, resumed, *length, *load))
+    assert_same_end(whole, resumed, f"rollout_{num_rollout:06d}")
+    assert steady(read_rows(resumed)) == steady(read_rows(whole))
+
+
+@pytest.mark.slow
+def test_killed_between_steps_and_inside_them(toy_flags: list[str], tmp_path: Path, read_rows: Rows) -> None:
+    kills = [(1, 0.0), (3, 0.03), (4, 0.1), (6, 0.0)]
+    check_kills(toy_flags, tmp_path, read_rows, kills, num_rollout=40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_on_the_quick_start_model(tmp_path: Path, read_rows: Rows) -> None:
+    """The quick-start recipe in its own dtype, with fewer and shorter samples."""
+    if not (cache_folder() / "models" / "smollm2-135m-instruct" / "config.json").is_file():
+        pytest.skip("the bundled model is not in the cache; `treadle model fetch smollm2-135m-instruct` puts it there")
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+    small = "--rollout-batch-size 4 --rollout-max-response-len 8 --eval-interval 9 --progress off".split()
+    check_kills([str(recipe), *small], tmp_path, read_rows, [(2, 0.5)], num_rollout=3)
+
+
+def test_a_run_folder_is_not_overwritten_and_a_finished_run_says_so(toy_flags: list[str], tmp_path: Path) -> None:
+    from treadle.config import load_config
+    from treadle.errors import ConfigError
+    from treadle.run.start import train
+
+    flags = [*toy_flags, "--num-rollout", "1", "--save-interval", "1", "--run-dir", str(tmp_path / "run")]
+    train(load_config(None, flags), "toy")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(load_config(None, flags), "toy")
+    with pytest.raises(ConfigError, match="has done 1 rollouts of 1; raise --num-rollout"):
+        train(load_config(None, [*flags, "--load", str(tmp_path / "run")]), "toy")

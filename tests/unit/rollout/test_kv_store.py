@@ -1,0 +1,119 @@
+"""The key/value store and the two plans on it, against attention over the whole sequence at once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from treadle.models.attention import LayerAttention, PackedAttention
+from treadle.models.layout import Family, PackedLayout
+from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention
+from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore
+
+CPU = torch.device("cpu")
+SHAPE = KVShape(
+    layers=2, kv_heads=2, head_dim=8, slots=3, rows=6, prefix_capacity=40, row_capacity=24, dtype=torch.float32
+)
+
+
+def test_sizes_in_bytes():
+    # one token: keys and values, 2 layers, 2 heads of 8 numbers of 4 bytes
+    assert SHAPE.token_bytes == 2 * 2 * 2 * 8 * 4 == 256
+    assert SHAPE.slot_bytes == 40 * 256
+    assert SHAPE.row_bytes == 24 * 256
+    assert SHAPE.num_bytes == 3 * 40 * 256 + 6 * 24 * 256
+    store = KVStore(SHAPE, CPU)
+    tensors = store.prefix_keys, store.prefix_values, store.row_keys, store.row_values
+    assert sum(t.numel() * t.element_size() for t in tensors) == SHAPE.num_bytes
+    assert replace(SHAPE, dtype=torch.bfloat16).num_bytes == SHAPE.num_bytes // 2
+
+
+@pytest.mark.parametrize("field", ["slots", "rows", "prefix_capacity", "row_capacity"])
+def test_a_shape_covers_what_is_no_larger_in_any_way(field):
+    larger = replace(SHAPE, **{field: getattr(SHAPE, field) + 1})
+    assert SHAPE.covers(SHAPE)
+    assert larger.covers(SHAPE)
+    assert not SHAPE.covers(larger)
+
+
+def test_slots_and_rows_move_with_all_layers():
+    store = KVStore(SHAPE, CPU)
+    for layer in range(2):
+        store.write_prefix(layer, 2, torch.full((5, 2, 8), 1.0 + layer), torch.full((5, 2, 8), 3.0 + layer))
+        for place in range(3):
+            values = torch.full((1, 2, 8), 10.0 * layer + place)
+            store.write_tokens(layer, torch.tensor([4]), torch.tensor([place]), values, -values)
+    store.move_slot(2, 0, 5)
+    store.move_row(4, 1, 3)
+    for layer in range(2):
+        assert (store.prefix_keys[layer, 0, :, :5] == 1.0 + layer).all()
+        assert (store.prefix_values[layer, 0, :, :5] == 3.0 + layer).all()
+        assert store.prefix_keys[layer, 0, :, 5:].count_nonzero() == 0
+        for place in range(3):
+            assert (store.row_keys[layer, 1, :, place] == 10.0 * layer + place).all()
+            assert (store.row_values[layer, 1, :, place] == -(10.0 * layer + place)).all()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        LayerAttention(1, 8**-0.5),
+        LayerAttention(1, 0.3, sliding_window=7),
+        LayerAttention(1, 8**-0.5, sliding_window=1),
+        LayerAttention(1, 1.0, softcap=2.0),
+        LayerAttention(1, 1.0, sliding_window=12, softcap=1.5),
+    ],
+    ids=str,
+)
+def test_prefill_and_decode_attend_as_the_whole_sequence_does(layer):
+    """Three prompts (one with two samples, one with three), 18 new tokens each, decoded one by one."""
+    new, heads = 18, 4
+    families = (Family(33, (new, new)), Family(4, (new,)), Family(17, (new, new, new)))
+    layout = PackedLayout(families)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(layout.num_tokens, heads, 8, generator=generator) * 2
+    key, value = (torch.randn(layout.num_tokens, 2, 8, generator=generator) * 2 for _ in range(2))
+    want = PackedAttention(layout, "sdpa").attend(query, key, value, layer)
+
+    store = KVStore(SHAPE, CPU)
+    starts = layout.starts
+    prefix = torch.cat([torch.arange(s, s + f.prefix) for s, f in zip(starts, families, strict=True)])
+    prefill = PrefillAttention(store, PackedLayout.of_lengths([f.prefix for f in families]), [0, 1, 2])
+    found = prefill.attend(query[prefix], key[prefix], value[prefix], layer)
+    torch.testing.assert_close(found, want[prefix], rtol=1e-5, atol=1e-5)
+
+    slots, firsts = [], []  # of each row: which prompt, and where its new tokens begin in the packed row
+    for slot, (start, family) in enumerate(zip(starts, families, strict=True)):
+        for i in range(len(family.suffixes)):
+            slots.append(slot)
+            firsts.append(start + family.prefix + i * new)
+    order = torch.tensor([3, 0, 5, 1, 4, 2])  # rows of a prompt need not be side by side
+    slots, firsts = torch.tensor(slots)[order], torch.tensor(firsts)[order]
+    lengths = torch.tensor([f.prefix for f in families])
+    for place in range(new):
+        at = firsts + place
+        decode = DecodeAttention(store, slots, torch.full((6,), place), lengths)
+        found = decode.attend(query[at], key[at], value[at], layer)
+        torch.testing.assert_close(found, want[at], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_at_different_places():
+    """A row that came later is at an earlier place; both are as if alone."""
+    layer = LayerAttention(0, 8**-0.5)
+    layout = PackedLayout((Family(6, (20, 3)),))
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(layout.num_tokens, 4, 8, generator=generator)
+    key, value = (torch.randn(layout.num_tokens, 2, 8, generator=generator) for _ in range(2))
+    want = PackedAttention(layout, "sdpa").attend(query, key, value, layer)
+    store = KVStore(SHAPE, CPU)
+    PrefillAttention(store, PackedLayout.of_lengths([6]), [0]).attend(query[:6], key[:6], value[:6], layer)
+    lengths = torch.tensor([6])
+    for place in range(17):
+        at = torch.tensor([6 + place])
+        DecodeAttention(store, torch.zeros(1, dtype=int), torch.tensor([place]), lengths).attend(
+            query[at], key[at], value[at], layer
+        )
+    for place in range(3):
+        at = torch.tensor([6 + 17 + place, 26 + place])
+        decode = DecodeAttention(store, torch.zeros(2, dtype=int), torch.tensor([17 + place, place]), lengths)
+        torch.testing.assert_close(decode.attend(query[at], key[at], value[at], layer), want[at], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,296 @@
+"""What only the embedded engine promises: what it computes, what it keeps, and how it fails."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+import torch
+
+from treadle.errors import EngineError
+from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import Request, Scheduler
+from treadle.types import SamplingParams, Status
+
+SECONDS = 60.0
+ROOMY = EngineLimits(max_rows=256, kv_bytes=1 << 30)
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8, float32: one token of the tiny Llama
+
+
+@pytest.fixture
+def scheduler(tiny_model, tiny_codec):
+    """Make a scheduler with these limits."""
+    return lambda limits=ROOMY: Scheduler(tiny_model, tiny_codec.eos_token_ids, tiny_codec.decode, limits)
+
+
+@pytest.fixture
+def serve(tiny_model, tiny_codec):
+    def run(use, limits=ROOMY):
+        async def main():
+            engine = TorchEngine(tiny_model, tiny_codec, limits)
+            try:
+                return await use(engine)
+            finally:
+                await engine.close()
+
+        return asyncio.run(asyncio.wait_for(main(), SECONDS))
+
+    return run
+
+
+def request(length, new=5, n=1, seed=0):
+    return Request([3 + (i * 7) % 90 for i in range(length)], SamplingParams(new, seed=seed, ignore_eos=True), n)
+
+
+def finish(scheduler, most=10_000):
+    """Step to the end; the completions of every request."""
+    found = {}
+    for _ in range(most):
+        if not scheduler.has_work:
+            return found
+        for of, completion in scheduler.step():
+            found.setdefault(of, []).append(completion)
+    raise AssertionError(f"work is left after {most} steps")
+
+
+async def complete(engine, prompt, sampling, n=1):
+    async with aclosing(engine.generate(prompt, sampling, n)) as completions:
+        return [c async for c in completions]
+
+
+def tokens_per_call(model):
+    """Tokens of every forward pass from now on, in order."""
+    calls = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return calls
+
+
+# What is computed
+
+
+def test_a_prompt_is_computed_once_for_all_its_samples(tiny_model, scheduler):
+    calls = tokens_per_call(tiny_model)
+    line = scheduler()
+    line.waiting += [request(30, new=4, n=8), request(11, new=4, n=3)]
+    finish(line)
+    assert calls == [30 + 11, 11, 11, 11]  # both prompts in one pass, then one token a sample
+
+
+def test_the_last_token_is_not_fed_to_the_model(tiny_model, scheduler):
+    calls = tokens_per_call(tiny_model)
+    line = scheduler()
+    line.waiting.append(request(9, new=1, n=4))
+    (completions,) = finish(line).values()
+    assert calls == [9]
+    assert [len(c.token_ids) for c in completions] == [1] * 4
+
+
+def test_a_request_enters_while_others_run(tiny_model, scheduler):
+    line = scheduler()
+    line.waiting += [request(5, new=6, n=2), request(5, new=3, n=2)]
+    line.step()
+    late = request(7, new=2)
+    calls = tokens_per_call(tiny_model)
+    line.waiting.append(late)
+    line.step()
+    assert calls == [4]  # no slot is free: the four go on
+    line.step()  # the second request ends
+    line.step()
+    assert calls == [4, 4, 7]
+    line.step()
+    assert calls == [4, 4, 7, 3]
+
+
+def test_the_head_sees_only_the_last_token_of_a_prompt(tiny_model, scheduler, monkeypatch):
+    seen = []
+    head = torch.nn.functional.linear
+
+    def spy(x, weight, bias=None):
+        if weight is tiny_model.get_output_embeddings().weight:
+            seen.append(x.shape[0])
+        return head(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    line = scheduler()
+    line.waiting += [request(30, new=2, n=5), request(20, new=2, n=5)]
+    finish(line)
+    assert seen == [2, 10]
+
+
+# What is kept
+
+
+def test_the_store_is_as_large_as_the_waiting_requests_need(scheduler):
+    line = scheduler()
+    line.waiting += [request(70, new=10, n=3), request(5, new=65, n=2)]
+    line.step()
+    shape = line.store.shape
+    assert (shape.slots, shape.rows) == (2, 5)
+    assert (shape.prefix_capacity, shape.row_capacity) == (128, 128)  # rounded up to 64
+
+
+@pytest.mark.parametrize("kv_tokens", [64 + 2 * 64, 3 * (64 + 2 * 64) - 1, 3 * (64 + 2 * 64)])
+def test_the_store_stays_within_its_bytes(scheduler, kv_tokens):
+    line = scheduler(EngineLimits(max_rows=256, kv_bytes=kv_tokens * TOKEN_BYTES))
+    requests = [request(10, new=4, n=2, seed=s) for s in range(7)]
+    line.waiting += requests
+    line.step()
+    assert line.store.shape.num_bytes <= kv_tokens * TOKEN_BYTES
+    assert line.store.shape.slots == kv_tokens // (64 + 2 * 64)
+    found = finish(line)
+    assert sorted(map(id, found)) == sorted(map(id, requests))
+    assert all([c.index for c in sorted(cs, key=lambda c: c.index)] == [0, 1] for cs in found.values())
+
+
+def test_rows_stay_within_their_number_but_one_request_always_fits(scheduler):
+    line = scheduler(EngineLimits(max_rows=4, kv_bytes=1))
+    line.waiting += [request(5, n=9), request(5, n=2)]
+    seen = []
+    while line.has_work:
+        line.step()
+        seen.append((len(line.rows), line.store.shape.rows))
+    assert max(seen)[0] == 9
+    assert (2, 9) in seen
+
+
+def test_a_small_store_does_not_narrow_what_comes_next(scheduler):
+    """After one lonely request a whole rollout runs at once, not one by one."""
+    line = scheduler()
+    line.waiting.append(request(20, new=8))
+    finish(line)
+    line.waiting += [request(10, new=4, n=4) for _ in range(5)]
+    line.step()
+    assert len(line.rows) == 20
+
+
+def test_a_store_with_room_is_used_again(scheduler):
+    line = scheduler()
+    line.waiting += [request(20, new=8, n=2) for _ in range(3)]
+    finish(line)
+    store = line.store
+    line.waiting += [request(30, new=8, n=2) for _ in range(2)]
+    finish(line)
+    assert line.store is store
+
+
+def test_prompts_are_computed_in_portions(tiny_model, scheduler, monkeypatch):
+    monkeypatch.setattr("treadle.rollout.engines.torch_engine.scheduler.MAX_PREFILL_TOKENS", 50)
+    calls = tokens_per_call(tiny_model)
+    line = scheduler()
+    line.waiting += [request(20, new=2), request(20, new=2), request(20, new=2), request(60, new=2)]
+    finish(line)
+    assert calls[:3] == [40, 20, 60]  # 20 + 20 fit; 20 + 60 do not; 60 alone goes all the same
+
+
+def test_those_who_left_make_room(scheduler):
+    line = scheduler(EngineLimits(max_rows=3, kv_bytes=1 << 30))
+    gone, stays, waits = request(5, new=50, n=2), request(6, new=50, n=1, seed=3), request(7, new=50, n=2)
+    waits_too = request(8, new=5)
+    line.waiting += [gone, stays, waits, waits_too]
+    for _ in range(3):
+        line.step()
+    line.drop([gone, waits_too])
+    assert [row.request for row in line.rows] == [stays]
+    assert list(line.waiting) == [waits]
+    line.drop([gone])  # it is not there any more
+    line.step()
+    assert len(line.rows) == 3
+    found = finish(line)
+    alone = scheduler()
+    alone.waiting.append(again := request(6, new=50, n=1, seed=3))
+    assert found[stays][0].token_ids.tolist() == finish(alone)[again][0].token_ids.tolist()
+    assert len(found[waits]) == 2
+
+
+def test_sleep_frees_the_store(serve, tiny_codec):
+    async def use(engine):
+        sampling = SamplingParams(5)
+        first = await complete(engine, [5, 6, 7], sampling)
+        assert engine._scheduler.store is not None
+        await engine.sleep()
+        assert engine._scheduler.store is None
+        second = await complete(engine, [5, 6, 7], sampling)
+        return first, second
+
+    (first,), (second,) = serve(use)
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+
+
+# How it fails
+
+
+def fail_at(model, call):
+    """Let the model's `call`-th forward pass from now on raise."""
+    count = 0
+
+    def hook(module, args):
+        nonlocal count
+        count += 1
+        if count == call:
+            raise RuntimeError("out of memory, say")
+
+    model.base_model.register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_every_caller_hears_of_a_failed_step(serve, tiny_model, call):
+    fail_at(tiny_model, call)
+    sampling = SamplingParams(20, ignore_eos=True)
+
+    async def use(engine):
+        await engine.health()
+        tasks = [complete(engine, [5] * length, sampling, n=2) for length in (3, 9, 4)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(EngineError, match="out of memory, say"):
+            await engine.health()
+        with pytest.raises(EngineError, match="failed earlier.*out of memory, say"):
+            await complete(engine, [5], sampling)
+        return found
+
+    found = serve(use, EngineLimits(max_rows=4, kv_bytes=1 << 30))  # the third request waits in line
+    assert [type(f) for f in found] == [EngineError] * 3
+    assert all("the torch engine failed: RuntimeError('out of memory, say')" in str(f) for f in found)
+
+
+def test_weights_that_are_not_finite_are_named(serve, tiny_model):
+    async def use(engine):
+        with torch.no_grad():
+            tiny_model.get_input_embeddings().weight[9] = float("nan")
+        await complete(engine, [9, 10], SamplingParams(3))
+
+    with pytest.raises(EngineError, match="the logits of 1 of 1 samples are not finite"):
+        serve(use)
+
+
+def test_what_finished_before_a_failure_is_still_handed_over(serve, tiny_model):
+    fail_at(tiny_model, 4)
+
+    async def use(engine):
+        short = asyncio.create_task(complete(engine, [5, 6], SamplingParams(2, ignore_eos=True)))
+        long = asyncio.create_task(complete(engine, [5, 6], SamplingParams(20, ignore_eos=True)))
+        return await asyncio.gather(short, long, return_exceptions=True)
+
+    (short,), long = serve(use)
+    assert (short.status, len(short.token_ids)) == (Status.TRUNCATED, 2)
+    assert isinstance(long, EngineError)
+
+
+def test_new_weights_are_used_from_the_next_token_on(serve, tiny_model):
+    """The module is the trainer's own: nothing is copied, and the version says which weights made a token."""
+
+    async def use(engine):
+        task = asyncio.create_task(complete(engine, [5, 6, 7], SamplingParams(60, temperature=0, ignore_eos=True)))
+        await complete(engine, [5], SamplingParams(3, ignore_eos=True))
+        await engine.pause()
+        with torch.no_grad():
+            tiny_model.get_input_embeddings().weight.zero_()  # all logits are 0 from here on
+        engine.set_version(1)
+        await engine.resume()
+        return await task
+
+    (completion,) = serve(use)
+    new = completion.weight_versions == 1
+    assert 3 <= (~new).sum() < 60
+    assert completion.logprobs[new] == pytest.approx(torch.full((int(new.sum()),), 1 / 98).log().numpy(), abs=1e-5)
+    assert (completion.logprobs[~new] > -4).all()
