@@ -60,8 +60,8 @@ class Codec:
         _, found, rest = whole.partition(mark)
         if not found:
             raise ModelError(f"the chat template of {self.name!r} does not keep the model's earlier answers")
-        eos = str(self.tokenizer.eos_token or "")
-        return rest.removeprefix(eos)
+        ends = (self.decode([token], skip_special_tokens=False) for token in sorted(self.eos_token_ids))
+        return rest.removeprefix(next((end for end in ends if end and rest.startswith(end)), ""))
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of text that `render_messages` made: its special tokens are already in it."""
@@ -92,6 +92,8 @@ def load_codec(path: str) -> Codec:
     """Load the tokenizer of a model folder or hub id; raises `ModelError` where there is none."""
     from transformers import AutoTokenizer
 
+    if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
+        raise ModelError(f"no tokenizer in {path!r}; a model folder needs tokenizer.json beside config.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # the loader raises many kinds for the same cause

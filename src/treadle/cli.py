@@ -175,5 +175,8 @@ def _model(words: list[str]) -> int:
     else:
         from treadle.run.start import export
 
-        print(export(given.checkpoint, given.out, given.dtype))
+        def warn(text: str) -> None:
+            print(f"treadle: warning: {text}", file=sys.stderr)
+
+        print(export(given.checkpoint, given.out, given.dtype, warn))
     return 0

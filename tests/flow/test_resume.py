@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from treadle.config import load_config
+from treadle.errors import ConfigError
 from treadle.models.bundled import cache_folder
+from treadle.run.start import train
 
 Rows = Callable[[Path], list[dict]]
 RUN_SECONDS = 240
@@ -104,13 +107,19 @@ def test_killed_on_the_quick_start_model(tmp_path: Path, read_rows: Rows) -> Non
 
 
 def test_a_run_folder_is_not_overwritten_and_a_finished_run_says_so(toy_flags: list[str], tmp_path: Path) -> None:
-    from treadle.config import load_config
-    from treadle.errors import ConfigError
-    from treadle.run.start import train
-
     flags = [*toy_flags, "--num-rollout", "1", "--save-interval", "1", "--run-dir", str(tmp_path / "run")]
     train(load_config(None, flags), "toy")
     with pytest.raises(ConfigError, match="already holds a run"):
         train(load_config(None, flags), "toy")
     with pytest.raises(ConfigError, match="has done 1 rollouts of 1; raise --num-rollout"):
         train(load_config(None, [*flags, "--load", str(tmp_path / "run")]), "toy")
+
+
+def test_a_loaded_run_goes_on_in_its_own_folder(toy_flags: list[str], tmp_path: Path, read_rows: Rows) -> None:
+    folder = tmp_path / "run"
+    train(
+        load_config(None, [*toy_flags, "--num-rollout", "1", "--save-interval", "1", "--run-dir", str(folder)]), "toy"
+    )
+    train(load_config(None, [*toy_flags, "--num-rollout", "2", "--save-interval", "1", "--load", str(folder)]), "toy")
+    assert [row["rollout_id"] for row in read_rows(folder)] == [0, 1]
+    assert (folder / "checkpoints" / "rollout_000002").is_dir()

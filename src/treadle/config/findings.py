@@ -20,8 +20,10 @@ Rule = Callable[[Config], Iterator[Finding]]
 
 
 def fault(text: str) -> Finding:
+    """A mistake that stops the run before it starts."""
     return Finding(text, fatal=True)
 
 
 def warning(text: str) -> Finding:
+    """Something that is probably not meant; the run goes on."""
     return Finding(text, fatal=False)

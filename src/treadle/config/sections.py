@@ -262,7 +262,9 @@ class CheckpointSection(Section):
 class ObserveSection(Section):
     """What is written and shown."""
 
-    run_dir: str | None = Field(None, description="Run folder; `runs/<recipe>-<time>` where not given.")
+    run_dir: str | None = Field(
+        None, description="Run folder; the one that `load` names, or a new `runs/<recipe>-<time>`, where not given."
+    )
     save_samples: bool = Field(
         True, description="Write every rollout to `samples/` in the run folder, one JSON object a line."
     )

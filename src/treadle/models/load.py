@@ -149,5 +149,5 @@ def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: P
 
 def context_length(config: PretrainedConfig) -> int:
     """Longest sequence the model's positions allow, in tokens."""
-    value = getattr(config, "max_position_embeddings", None)  # absent for models without a limit
-    return int(value) if value else 1 << 30
+    limited = hasattr(config, "max_position_embeddings") and config.max_position_embeddings
+    return int(config.max_position_embeddings) if limited else 1 << 30

@@ -7,7 +7,7 @@ has its own, a lease is nothing.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Literal, Protocol
 
 from treadle.rollout.engines.base import Engine
@@ -18,7 +18,9 @@ Holder = Literal["rollout", "training"]
 class Lease(Protocol):
     """`async with lease.hold("rollout"):` and the like."""
 
-    def hold(self, holder: Holder): ...
+    def hold(self, holder: Holder) -> AbstractAsyncContextManager[None]:
+        """Have the accelerators inside the `async with`; the other side has given up its memory."""
+        ...
 
 
 class FreeLease:

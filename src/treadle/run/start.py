@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,11 +69,14 @@ def evaluate(config: Config, recipe_name: str) -> None:
         asyncio.run(_evaluate(_open_session(config, progress), recipe_name))
 
 
-def export(checkpoint: Path, out: Path, dtype: str) -> Path:
-    """Write the model of a checkpoint as a Hugging Face folder; a run or save folder stands for its newest one."""
+def export(checkpoint: Path, out: Path, dtype: str, warn: Callable[[str], None] = warnings.warn) -> Path:
+    """Write the model of a checkpoint as a Hugging Face folder; a run or save folder stands for its newest one.
+
+    `warn` hears of damaged checkpoints that are passed over.
+    """
     if (checkpoint / "config.json").is_file() and not (checkpoint / "model").is_dir():
         return export_model(checkpoint, out, dtype)  # a model folder already: another dtype is asked for
-    return export_model(find_checkpoint(checkpoint, lambda text: print(f"warning: {text}")).path / "model", out, dtype)
+    return export_model(find_checkpoint(checkpoint, warn).path / "model", out, dtype)
 
 
 def _open_session(config: Config, progress: Progress) -> Session:
@@ -100,7 +105,7 @@ async def _train(session: Session, recipe_name: str) -> None:
     _restore(session, trainer, source)
     async with AsyncExitStack() as stack:
         scorer = await build.open_scorer(config, config.reward, stack) if source is not None else None
-        outputs = _open_outputs(session, recipe_name, stack)
+        outputs = _open_outputs(session, recipe_name, stack, continues=True)
         generation = None
         lease: Lease = FreeLease()
         if source is not None and scorer is not None:
@@ -178,10 +183,13 @@ def _restore(session: Session, trainer: Any, source: PromptSource | None) -> Non
     session.progress.note(f"resuming at rollout {checkpoint.rollout_id} from {checkpoint.path}")
 
 
-def _open_outputs(session: Session, name: str, stack: AsyncExitStack) -> Outputs:
+def _open_outputs(session: Session, name: str, stack: AsyncExitStack, *, continues: bool = False) -> Outputs:
     config, progress = session.config, session.progress
     given = config.observe.run_dir
     resumed = None if session.checkpoint is None else session.start_rollout_id
+    loaded = config.checkpoint.load
+    if given is None and loaded is not None and RunFolder(Path(loaded)).holds_run and continues:
+        given = loaded  # a run folder was given to go on with, not only its weights
     folder = RunFolder.create(None if given is None else Path(given), name, resume_rollout_id=resumed)
     values = config.model_dump(mode="json")
     folder.write_config(values)

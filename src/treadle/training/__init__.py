@@ -1,0 +1,1 @@
+"""Training: samples to batches, packed micro-batches, losses, and new weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,7 @@ class Trainer:
         arithmetic: BatchArithmetic,
         total_steps: int,
         reference: PreTrainedModel | None = None,
-        warn: Callable[[str], None] = print,
+        warn: Callable[[str], None] = warnings.warn,
     ):
         self.model, self.config, self.arithmetic, self.reference, self.warn = model, config, arithmetic, reference, warn
         self.device = next(model.parameters()).device

@@ -53,7 +53,7 @@ def test_an_unknown_dtype_is_refused(tiny_model_dir, tmp_path):
 
 
 def test_no_model_to_export(tmp_path):
-    with pytest.raises(ModelError, match="it has no config.json"):
+    with pytest.raises(ModelError, match=r"it has no config\.json"):
         export_model(tmp_path, tmp_path / "out", "float32")
 
 
@@ -69,7 +69,9 @@ def test_half_a_model_leaves_nothing_behind(tiny_model_dir, tmp_path, missing):
 
 
 def test_model_info_counts_what_is_there(tiny_model_dir, tiny_model):
-    lines = dict(line.split(None, 1) for line in model_info(str(tiny_model_dir)).replace("hidden size", "hidden").splitlines())
+    lines = dict(
+        line.split(None, 1) for line in model_info(str(tiny_model_dir)).replace("hidden size", "hidden").splitlines()
+    )
     assert lines["class"] == "LlamaForCausalLM"
     assert lines["layers"] == "2"
     assert lines["hidden"] == "32"

@@ -86,9 +86,12 @@ def open_manager(tiny_model, tiny_codec):
         section = RewardSection(custom_rm_path=reward, rm_timeout_seconds=reward_seconds)
         async with build_scorer(section) as scorer:
             try:
-                yield RolloutManager(
-                    engine, tiny_codec, timeout_seconds=timeout_seconds, max_concurrent_prompts=concurrent
-                ), scorer
+                yield (
+                    RolloutManager(
+                        engine, tiny_codec, timeout_seconds=timeout_seconds, max_concurrent_prompts=concurrent
+                    ),
+                    scorer,
+                )
             finally:
                 await engine.close()
 
@@ -98,7 +101,9 @@ def open_manager(tiny_model, tiny_codec):
 def make_prompts(count, **kwargs):
     lengths = [(i * 5) % 11 + 2 for i in range(count)]
     return [
-        Prompt(100 + i, tuple(3 + (i * 13 + t * 7) % 90 for t in range(length)), f"p{i}", data_name="d", row=i, **kwargs)
+        Prompt(
+            100 + i, tuple(3 + (i * 13 + t * 7) % 90 for t in range(length)), f"p{i}", data_name="d", row=i, **kwargs
+        )
         for i, length in enumerate(lengths)
     ]
 

@@ -10,7 +10,9 @@ from treadle.rollout.measure import reward_metrics, rollout_metrics
 from treadle.types import NO_VERSION, Group, Prompt, Sample, Status
 
 
-def make_sample(index, sampled, *, reward=None, status=Status.COMPLETED, versions=None, logprobs=None, parts=None, prompt=2):
+def make_sample(
+    index, sampled, *, reward=None, status=Status.COMPLETED, versions=None, logprobs=None, parts=None, prompt=2
+):
     size = prompt + sampled
     mask = np.arange(size) >= prompt
     values = np.zeros(size, dtype=np.float32)
@@ -76,7 +78,9 @@ def test_by_hand():
 
 
 def test_weight_lag_is_that_of_the_oldest_token_and_logprobs_are_of_sampled_tokens_only():
-    groups = [make_group([make_sample(0, 3, versions=[4, 4, 6], logprobs=[-1, -2, -3]), make_sample(1, 1, versions=[7])])]
+    groups = [
+        make_group([make_sample(0, 3, versions=[4, 4, 6], logprobs=[-1, -2, -3]), make_sample(1, 1, versions=[7])])
+    ]
     values = reduce_metrics(rollout_metrics(groups, seconds=1.0, version=7))
     assert values["rollout/weight_lag_max"] == 3
     assert values["rollout/logprob_mean"] == pytest.approx((-1 - 2 - 3 - 0.5) / 4)
@@ -100,6 +104,9 @@ def test_nothing_was_scored_or_sampled():
 
 
 def test_parts_that_only_some_samples_have():
-    samples = [make_sample(0, 1, reward=1.0, parts={"a": 1.0}), make_sample(1, 1, reward=0.0, parts={"a": 0.0, "b": 4.0})]
+    samples = [
+        make_sample(0, 1, reward=1.0, parts={"a": 1.0}),
+        make_sample(1, 1, reward=0.0, parts={"a": 0.0, "b": 4.0}),
+    ]
     parts = {m.name: (m.value, m.weight) for m in reward_metrics(samples) if m.name.startswith("rollout/reward/")}
     assert parts == {"rollout/reward/a": (0.5, 2), "rollout/reward/b": (4.0, 1)}

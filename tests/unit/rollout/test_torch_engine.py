@@ -244,7 +244,7 @@ def test_every_caller_hears_of_a_failed_step(serve, tiny_model, call):
         found = await asyncio.gather(*tasks, return_exceptions=True)
         with pytest.raises(EngineError, match="out of memory, say"):
             await engine.health()
-        with pytest.raises(EngineError, match="failed earlier.*out of memory, say"):
+        with pytest.raises(EngineError, match=r"failed earlier.*out of memory, say"):
             await complete(engine, [5], sampling)
         return found
 

@@ -81,7 +81,9 @@ def test_every_token_is_kept_in_order_with_its_own_numbers(turns):
         np.float32,
         np.int32,
     ]
-    assert sample.weight_versions[sample.loss_mask].tolist() == [n for n, (s, turn) in enumerate(turns) if s for _ in turn]
+    assert sample.weight_versions[sample.loss_mask].tolist() == [
+        n for n, (s, turn) in enumerate(turns) if s for _ in turn
+    ]
     assert (sample.weight_versions[~sample.loss_mask] == NO_VERSION).all()
     assert (sample.rollout_logprobs[~sample.loss_mask] == 0).all()
     assert (sample.rollout_logprobs[sample.loss_mask] <= -1).all()

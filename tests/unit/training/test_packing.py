@@ -71,8 +71,9 @@ def test_every_trained_token_is_predicted_once_from_the_tokens_before_it(batch):
     assert packed.sample_index.tolist() == batch.sample_index[packed.tokens].tolist()
     assert packed.temperatures.tolist() == batch.temperatures[packed.sample_index].tolist()
     fed = sequences_of_row(packed)
-    order = [i for group in dict.fromkeys(batch.group_ids.tolist()) for i in range(len(batch))
-             if batch.group_ids[i] == group]
+    order = [
+        i for group in dict.fromkeys(batch.group_ids.tolist()) for i in range(len(batch)) if batch.group_ids[i] == group
+    ]
     assert len(fed) == len(order)
     rows_of_sample = {i: rows for i, (rows, _) in zip(order, fed, strict=True)}
     for i, (_, tokens) in zip(order, fed, strict=True):

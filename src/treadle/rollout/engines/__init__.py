@@ -1,0 +1,1 @@
+"""Rollout engines: the seam in `base`, and one folder or file for each engine."""

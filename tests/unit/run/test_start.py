@@ -1,0 +1,164 @@
+"""What is built for a run, and what a run refuses or survives. Whole runs are in tests/flow."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+
+from treadle.config import EvalOverride
+from treadle.errors import CheckpointError, ConfigError, DataError
+from treadle.observe.samples import read_groups, rollout_file
+from treadle.run import build, start
+
+REWARD = "async def reward(sample):\n    return float(len(set(sample.response)))\n"
+
+
+@pytest.fixture
+def make_run(make_config, tiny_model_dir, tmp_path):
+    """The configuration of a small run in `tmp_path / name`, of prompts 'say 0' to 'say 6'."""
+    data, reward = tmp_path / "toy.jsonl", tmp_path / "toy_reward.py"
+    data.write_text("".join(json.dumps({"input": f"say {i}"}) + "\n" for i in range(7)))
+    reward.write_text(REWARD)
+
+    def make(name, **fields):
+        common = {
+            "hf_checkpoint": str(tiny_model_dir),
+            "prompt_data": (str(data),),
+            "custom_rm_path": f"{reward}:reward",
+            "rollout_batch_size": 3,
+            "n_samples_per_prompt": 2,
+            "rollout_max_response_len": 4,
+            "rollout_shuffle": True,
+            "num_rollout": 3,
+            "dtype": "float32",
+            "progress": "plain",
+            "tensorboard": False,
+            "run_dir": str(tmp_path / name),
+        }
+        return make_config(**{**common, **fields})
+
+    return make
+
+
+def drawn(folder, rollout_id):
+    groups = read_groups(rollout_file(folder / "samples", rollout_id))
+    return [(g.group_id, g.prompt.text, [s.token_ids.tolist() for s in g.samples]) for g in groups]
+
+
+# Building
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({"rollout_max_response_len": 200}, 256 - 200),
+        ({"rollout_max_response_len": 200, "eval_max_response_len": 100}, 56),
+        ({"rollout_max_response_len": 100, "eval_max_response_len": 200}, 56),
+        ({"rollout_max_response_len": 200, "rollout_max_prompt_len": 10}, 10),
+        ({"rollout_max_response_len": 200, "rollout_max_prompt_len": 56}, 56),
+        ({"rollout_max_response_len": 255}, 1),
+    ],
+)
+def test_the_longest_prompt_leaves_room_for_the_longest_response(make_config, tiny_model_dir, fields, want):
+    assert build.longest_prompt(make_config(**fields), str(tiny_model_dir)) == want
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers"),
+    [
+        ({"rollout_max_response_len": 256}, "1 prompt and 256 response tokens do not fit the model's context of 256"),
+        ({"rollout_max_response_len": 200, "rollout_max_prompt_len": 57}, "57 prompt and 200 response tokens"),
+        ({"rollout_max_response_len": 10, "eval_max_response_len": 300}, "1 prompt and 300 response tokens"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_refused_with_its_numbers(make_config, tiny_model_dir, fields, numbers):
+    with pytest.raises(ConfigError, match=numbers):
+        build.longest_prompt(make_config(**fields), str(tiny_model_dir))
+
+
+def test_checkpoints_lie_in_the_run_folder_or_where_asked(make_config, tmp_path):
+    assert build.save_folder(make_config(), tmp_path) == tmp_path / "checkpoints"
+    assert build.save_folder(make_config(save=str(tmp_path / "x")), tmp_path / "run") == tmp_path / "x"
+
+
+def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config, tiny_model, tiny_codec):
+    config = make_config(
+        max_running_requests=5, kv_cache_gib=0.5, rollout_timeout_seconds=77.0, max_concurrent_prompts=3
+    )
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            manager = await build.build_manager(config, tiny_model, tiny_codec, stack)
+            assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
+            assert manager.conversation is None
+            limits = manager.engine._scheduler.limits
+            assert (limits.max_rows, limits.kv_bytes) == (5, 2**29)
+
+    asyncio.run(main())
+
+
+def test_an_evaluation_set_has_its_own_sampling_and_rewards(make_run, tiny_codec, tmp_path):
+    config = make_run(
+        "run",
+        eval_prompt_data=(f"one={tmp_path / 'toy.jsonl'}", f"two={tmp_path / 'toy.jsonl'}@[2:5]"),
+        eval_overrides={"two": EvalOverride(rm_type=("regex",), n_samples_per_eval_prompt=4, eval_temperature=1.0)},
+        rm_regex="a",
+    )
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            scorer = await build.open_scorer(config, config.reward, stack)
+            one, two = await build.open_eval_sets(config, tiny_codec, 50, scorer, stack)
+            assert one.scorer is scorer
+            assert two.scorer.reward_names == ("regex",)
+            assert [(s.name, len(s.prompts), s.n, s.sampling.temperature) for s in (one, two)] == [
+                ("one", 7, 1, 0.0),
+                ("two", 3, 4, 1.0),
+            ]
+
+    asyncio.run(main())
+
+
+# Running
+
+
+def test_a_run_that_starts_in_the_middle_draws_what_the_whole_run_draws(make_run, tmp_path):
+    start.train(make_run("whole", debug_rollout_only=True), "toy")
+    start.train(make_run("late", debug_rollout_only=True, start_rollout_id=2), "toy")
+    assert not rollout_file(tmp_path / "late" / "samples", 1).exists()
+    assert drawn(tmp_path / "late", 2) == drawn(tmp_path / "whole", 2)
+    assert drawn(tmp_path / "whole", 2) != drawn(tmp_path / "whole", 1)
+
+
+def test_what_is_in_flight_changes_no_sample(make_run, tmp_path):
+    start.train(make_run("wide", debug_rollout_only=True, num_rollout=1), "toy")
+    narrow = {"max_running_requests": 2, "max_concurrent_prompts": 1}
+    start.train(make_run("narrow", debug_rollout_only=True, num_rollout=1, **narrow), "toy")
+    assert drawn(tmp_path / "wide", 0) == drawn(tmp_path / "narrow", 0)
+
+
+def test_a_save_that_fails_is_told_and_only_the_last_one_ends_the_run(make_run, tmp_path, capsys):
+    taken = tmp_path / "saves"
+    taken.write_text("not a folder")
+    config = make_run("run", save=str(taken), save_interval=1, num_rollout=2)
+    with pytest.raises(CheckpointError):
+        start.train(config, "toy")
+    output = "".join(capsys.readouterr())
+    assert output.count("training goes on, the next save tries again") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout_id"] for row in rows] == [0, 1]
+    assert (tmp_path / "run" / "summary.json").is_file(), "what was measured is summed up all the same"
+
+
+def test_evaluation_needs_sets(make_run):
+    with pytest.raises(ConfigError, match="--eval-prompt-data name=source"):
+        start.evaluate(make_run("run"), "toy")
+
+
+def test_saved_rollouts_that_are_not_there_are_named(make_run, tmp_path):
+    saved = tmp_path / "saved"
+    start.train(make_run("run", save_debug_rollout_data=str(saved), debug_rollout_only=True, num_rollout=2), "toy")
+    again = make_run("again", debug_train_only=True, load_debug_rollout_data=str(saved), num_rollout=3)
+    with pytest.raises(DataError, match=r"has no .*rollout_000002\.jsonl; lower --num-rollout"):
+        start.train(again, "toy")

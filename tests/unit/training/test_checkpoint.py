@@ -1,0 +1,355 @@
+"""Checkpoints: whole or not at all. Real processes are killed, a real small disk is filled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treadle.errors import CheckpointError
+from treadle.training.checkpoint import check_same_model, fault_of, find_checkpoint, save_checkpoint
+
+MODEL_FILE = "model/weights.bin"
+DEADLINE_SECONDS = 60
+
+
+def save(folder: Path, rollout_id: int, keep: int | None = None, size: int = 1000, **state: Any) -> Path:
+    def write_model(where: Path) -> None:
+        where.mkdir()
+        (where / "weights.bin").write_bytes(bytes([rollout_id % 256]) * size)
+
+    return save_checkpoint(
+        folder,
+        rollout_id,
+        write_model=write_model,
+        optimizer={"exp_avg.w": torch.full((8,), float(rollout_id)), "step.w": torch.tensor(3.0)},
+        state={"optimizer_steps": 2 * rollout_id, **state},
+        config={"train": {"seed": 7}},
+        keep=keep,
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def found(folder: Path) -> int:
+    return find_checkpoint(folder, pytest.fail).rollout_id
+
+
+def test_what_is_saved_is_found(tmp_path):
+    path = save(tmp_path / "deep" / "save", 12, note="é", nested={"a": [1, 2]})
+    checkpoint = find_checkpoint(tmp_path / "deep" / "save", pytest.fail)
+    assert checkpoint.path == path == tmp_path / "deep" / "save" / "rollout_000012"
+    assert checkpoint.rollout_id == 12
+    assert checkpoint.state == {"rollout_id": 12, "optimizer_steps": 24, "note": "é", "nested": {"a": [1, 2]}}
+    tensors = checkpoint.optimizer_tensors()
+    assert torch.equal(tensors["exp_avg.w"], torch.full((8,), 12.0))
+    assert tensors["step.w"].shape == ()
+    assert json.loads((path / "config.json").read_text()) == {"train": {"seed": 7}}
+    assert (path / MODEL_FILE).read_bytes() == b"\x0c" * 1000
+    assert names(tmp_path / "deep" / "save") == ["latest", "rollout_000012"]
+    assert fault_of(path) == ""
+
+
+def test_a_run_folder_a_save_folder_or_one_checkpoint(tmp_path):
+    path = save(tmp_path / "checkpoints", 3)
+    save(tmp_path / "checkpoints", 4)
+    assert found(tmp_path) == 4
+    assert found(tmp_path / "checkpoints") == 4
+    assert found(path) == 3
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("nowhere", "no such folder"), (".", "no sound checkpoint in"), ("file", "no such folder")],
+)
+def test_nothing_to_resume_from(tmp_path, place, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=message):
+        find_checkpoint(tmp_path / place, pytest.fail)
+
+
+# Damage
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped bit in the model": (lambda p: flip(p / MODEL_FILE), f"{MODEL_FILE} does not match its checksum"),
+    "flipped bit in the state": (lambda p: flip(p / "state.json"), "state.json does not match its checksum"),
+    "cut optimizer": (lambda p: os.truncate(p / "optimizer.safetensors", 10), "optimizer.safetensors has 10 bytes"),
+    "missing state": (lambda p: (p / "state.json").unlink(), "state.json is missing"),
+    "missing model": (lambda p: shutil.rmtree(p / "model"), f"{MODEL_FILE} is missing"),
+    "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing or unreadable"),
+    "cut manifest": (lambda p: os.truncate(p / "manifest.json", 30), "manifest.json is missing or unreadable"),
+    "empty folder": (lambda p: [shutil.rmtree(p), p.mkdir()], "manifest.json is missing or unreadable"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    path = save(tmp_path, 3)
+    act, fault = DAMAGE[damage]
+    act(path)
+    said: list[str] = []
+    assert find_checkpoint(tmp_path, said.append).rollout_id == 2
+    assert len(said) == 1
+    assert repr(str(path)) in said[0]
+    assert fault in said[0]
+    with pytest.raises(CheckpointError, match=r"rollout_000003' is damaged: ") as caught:
+        find_checkpoint(path, pytest.fail)
+    assert fault in str(caught.value)
+
+
+def test_two_damaged_ones_are_both_named(tmp_path):
+    for rollout_id in (1, 2, 3):
+        save(tmp_path, rollout_id)
+    flip(tmp_path / "rollout_000003" / "state.json")
+    flip(tmp_path / "rollout_000002" / MODEL_FILE)
+    said: list[str] = []
+    assert find_checkpoint(tmp_path, said.append).rollout_id == 1
+    assert ["rollout_000003" in said[0], "rollout_000002" in said[1], len(said)] == [True, True, 2]
+
+
+def test_all_damaged_is_an_error(tmp_path):
+    for rollout_id in (1, 2):
+        flip(save(tmp_path, rollout_id) / MODEL_FILE)
+    said: list[str] = []
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint in .*; start without --load"):
+        find_checkpoint(tmp_path, said.append)
+    assert len(said) == 2
+
+
+# What is kept
+
+
+def test_the_newest_are_kept(tmp_path):
+    for rollout_id in (1, 2, 3, 4):
+        save(tmp_path, rollout_id, keep=2)
+    assert names(tmp_path) == ["latest", "rollout_000003", "rollout_000004"]
+
+
+def test_all_are_kept_unless_told(tmp_path):
+    for rollout_id in (1, 2, 3):
+        save(tmp_path, rollout_id)
+    assert names(tmp_path) == ["latest", "rollout_000001", "rollout_000002", "rollout_000003"]
+
+
+def test_the_same_rollout_saved_again_takes_the_place(tmp_path):
+    save(tmp_path, 5, note="first")
+    save(tmp_path, 5, note="second")
+    assert find_checkpoint(tmp_path, pytest.fail).state["note"] == "second"
+    assert names(tmp_path) == ["latest", "rollout_000005"]
+
+
+def test_after_going_back_the_new_checkpoint_is_the_newest(tmp_path):
+    """Resumed from rollout 10 although 20 and 30 are there: what is saved now must not be deleted as the oldest."""
+    for rollout_id in (10, 20, 30):
+        save(tmp_path, rollout_id)
+    save(tmp_path, 12, keep=1)
+    assert found(tmp_path) == 12
+    assert names(tmp_path) == ["latest", "rollout_000012", "rollout_000020", "rollout_000030"]
+
+
+def test_leftovers_of_a_killed_save_are_removed(tmp_path):
+    (tmp_path / ".rollout_000007.4242" / "model").mkdir(parents=True)
+    save(tmp_path, 8)
+    assert names(tmp_path) == ["latest", "rollout_000008"]
+
+
+def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path):
+    """As after a kill between the two renames that replace a checkpoint of the same rollout."""
+    path = save(tmp_path, 9)
+    path.rename(tmp_path / ".rollout_000009.4242.old")
+    (tmp_path / ".rollout_000009.4242").mkdir()
+    assert found(tmp_path) == 9
+    path.rename(tmp_path / ".rollout_000009.4242.old")
+    save(tmp_path, 10)
+    assert names(tmp_path) == ["latest", "rollout_000009", "rollout_000010"]
+
+
+# Failures while saving
+
+
+def test_a_mistake_in_our_own_code_is_not_dressed_up_and_leaves_nothing(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(TypeError):
+        save(tmp_path, 2, broken=object())
+    assert names(tmp_path) == ["latest", "rollout_000001"]
+
+
+def test_a_folder_that_is_a_file(tmp_path):
+    (tmp_path / "save").write_text("")
+    with pytest.raises(CheckpointError, match=r"can't save a checkpoint in .*save'.*choose another --save"):
+        save(tmp_path / "save", 1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_no_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        save(tmp_path / "save", 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB; needs root."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user can't mount a small file system")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+@pytest.mark.parametrize("kept_free", [0, 40_000, 700_000])
+def test_a_full_disk(small_disk, kept_free):
+    """The disk runs full in the model, in the optimizer, or at the first byte."""
+    folder = small_disk / "save"
+    save(folder, 1)
+    room = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    (small_disk / "ballast").write_bytes(b"0" * (room - kept_free))
+
+    def write_model(where: Path) -> None:
+        where.mkdir()
+        (where / "weights.bin").write_bytes(b"1" * 30_000)
+
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(
+            folder,
+            2,
+            write_model=write_model,
+            optimizer={"exp_avg.w": torch.zeros(250_000)},
+            state={},
+            config={},
+        )
+    message = str(caught.value)
+    assert "No space left on device" in message
+    assert repr(str(folder)) in message
+    assert "earlier checkpoints are untouched" in message
+    assert "\n" not in message
+    assert names(folder) == ["latest", "rollout_000001"]
+    assert found(folder) == 1
+    (small_disk / "ballast").unlink()
+    save(folder, 2)
+    assert found(folder) == 2
+
+
+def test_a_full_disk_under_a_real_model(small_disk, make_trainer):
+    """transformers' own writer runs out of space."""
+    trainer = make_trainer()
+    folder = small_disk / "save"
+    save(folder, 1)
+    room = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    (small_disk / "ballast").write_bytes(b"0" * (room - 30_000))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save_checkpoint(folder, 2, write_model=trainer.write_model, optimizer={}, state={}, config={})
+    assert names(folder) == ["latest", "rollout_000001"]
+
+
+CHILD = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+    import torch
+    from treadle.training.checkpoint import save_checkpoint
+
+    folder, first, stop_in_model = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "stop"
+
+    def write_model(where):
+        where.mkdir()
+        with (where / "weights.bin").open("wb") as file:
+            for _ in range(40):
+                file.write(b"1" * 50_000)
+            file.flush()
+            if stop_in_model:
+                print("half", flush=True)
+                time.sleep(600)
+
+    for rollout_id in range(first, first + 100_000):
+        save_checkpoint(
+            folder, rollout_id, write_model=write_model, optimizer={"w": torch.zeros(100_000)},
+            state={}, config={}, keep=3,
+        )
+        print(rollout_id, flush=True)
+    """
+)
+
+
+def start_child(folder: Path, first: int, mode: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, str(folder), str(first), mode]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+    assert child.stdout is not None
+    child.stdout.close()
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path):
+    save(tmp_path, 1)
+    child = start_child(tmp_path, 2, "stop")
+    assert child.stdout is not None
+    assert child.stdout.readline() == "half\n"
+    kill(child)
+    assert f".rollout_000002.{child.pid}" in names(tmp_path)
+    assert found(tmp_path) == 1
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["latest", "rollout_000001", "rollout_000002"]
+
+
+def test_killed_at_any_moment(tmp_path):
+    """A process that saves all the time is killed at four moments; the last save it reported is there each time."""
+    first = 1
+    for wait in (0.0, 0.013, 0.04, 0.11):
+        child = start_child(tmp_path, first, "on")
+        assert child.stdout is not None
+        done = int(child.stdout.readline())
+        assert done == first
+        time.sleep(wait)
+        child.send_signal(signal.SIGKILL)
+        rest = child.stdout.read().split()
+        kill(child)
+        done = int(rest[-1]) if rest else done
+        checkpoint = find_checkpoint(tmp_path, pytest.fail)
+        assert checkpoint.rollout_id in (done, done + 1)
+        assert fault_of(checkpoint.path) == ""
+        first = checkpoint.rollout_id
+
+
+# Another model
+
+
+def test_another_model_is_refused_by_the_weight_that_differs(tmp_path):
+    checkpoint = find_checkpoint(save(tmp_path, 1), pytest.fail)
+    own = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    check_same_model(checkpoint, {"a": torch.ones(2, 3), "b": torch.ones(4)}, own)
+    cases = [
+        ({"a": torch.zeros(2, 3)}, "it has no weight 'b'"),
+        ({**own, "b": torch.zeros(5)}, r"'b' has shape \(5,\), this run's \(4,\)"),
+        ({**own, "c": torch.zeros(1)}, "it has a weight 'c' that this run's has not"),
+    ]
+    for tensors, message in cases:
+        with pytest.raises(CheckpointError, match=f"rollout_000001' is of another model.*{message}.*--hf-checkpoint"):
+            check_same_model(checkpoint, tensors, own)
