@@ -128,7 +128,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _m("perf/step_seconds", "last", "Wall time from one rollout to the next, evaluation and saving left out.", "s"),
     _m("perf/publish_seconds", "sum", "Wall time of handing the weights to the engine.", "s"),
-    _m("perf/save_seconds", "sum", "Wall time of writing a checkpoint.", "s"),
+    _m("perf/save_seconds", "sum", "Wall time of writing the checkpoint before this rollout.", "s"),
     _m("perf/eval_seconds", "sum", "Wall time of evaluation.", "s"),
     _m("perf/memory_gib", "last", "Resident memory of the process (device memory on a GPU).", "GiB"),
     _m("perf/peak_memory_gib", "max", "Highest such number so far.", "GiB"),

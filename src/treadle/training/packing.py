@@ -103,11 +103,11 @@ def _groups(group_ids: Sequence[int]) -> list[list[int]]:
 def _shared_prefix(
     members: list[int], lengths: list[int], offsets: list[int], token_ids: np.ndarray, mask: np.ndarray
 ) -> int:
-    """Tokens that all members begin with and none of them trains."""
+    """Tokens that all members begin with and none of them trains; the last token of a sequence is none of them."""
     for i in members:
         if lengths[i] and mask[offsets[i]]:
             raise ValueError(f"sample {i} trains its first token, which nothing predicts; begin it with a masked token")
-    limit = min(lengths[i] for i in members)
+    limit = max(0, min(lengths[i] for i in members) - 1)
     head = token_ids[offsets[members[0]] : offsets[members[0]] + limit]
     for i in members:
         part = slice(offsets[i], offsets[i] + limit)

@@ -183,7 +183,7 @@ def test_the_same_row_drawn_twice_gives_other_samples(open_manager, rewards):
 @pytest.mark.parametrize("concurrent", [1, 3])
 def test_how_many_are_in_flight_is_bounded_and_changes_nothing(open_manager, rewards, concurrent):
     prompts = make_prompts(8)
-    job = make_job(prompts, stops=tuple(range(10, 20)), new=40)
+    job = make_job(prompts, n=4, stops=tuple(range(10, 20)), new=40)
 
     async def main(concurrent):
         async with open_manager(rewards("length"), concurrent=concurrent) as (manager, scorer):
@@ -193,6 +193,7 @@ def test_how_many_are_in_flight_is_bounded_and_changes_nothing(open_manager, rew
 
     (free, most_free), (bounded, most_bounded) = run(main(None)), run(main(concurrent))
     assert (most_free, most_bounded) == (8, concurrent)
+    assert [[s.index for s in g.samples] for g in free] == [[0, 1, 2, 3]] * 8, "whichever ended first"
     assert content(free) == content(bounded)
 
 

@@ -239,7 +239,7 @@ def test_ties_at_the_cut_keep_the_first_ones():
     assert set(kept_by([0.25, 0.25, 0.25, 0.25], min_p=0.9)) == {0, 1, 2, 3}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.floats(-6.0, 6.0), min_size=2, max_size=2 * BLOCK + 3),
     st.integers(0, 20),
@@ -252,8 +252,9 @@ def test_a_cut_token_is_never_drawn_and_mass_is_renormalised(values, top_k, top_
     probs = torch.softmax(logits[0].double(), dim=-1)
     kept = probs.sort(descending=True).values[: top_k or None]
     before = (kept.cumsum(0) - kept) / kept.sum()
-    fewest, most = (max(1, int((before < top_p + slack).sum())) for slack in (-1e-5, 1e-5))  # float32 decides ties
-    assert int((probs > probs[token]).sum()) < most
+    # Near ties, in order and at the edge, are for float32 to decide.
+    fewest, most = (max(1, int((before < top_p + slack).sum())) for slack in (-1e-5, 1e-5))
+    assert int((probs > probs[token] * (1 + 1e-6)).sum()) < most
     low, high = (math.log(probs[token] / kept[:count].sum()) for count in (most, fewest))
     assert low - 1e-4 <= logprob <= high + 1e-4
 

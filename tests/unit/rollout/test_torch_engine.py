@@ -87,19 +87,54 @@ def test_the_last_token_is_not_fed_to_the_model(tiny_model, scheduler):
 
 
 def test_a_request_enters_while_others_run(tiny_model, scheduler):
-    line = scheduler()
+    line = scheduler(EngineLimits(max_rows=4, kv_bytes=1 << 26))
     line.waiting += [request(5, new=6, n=2), request(5, new=3, n=2)]
     line.step()
-    late = request(7, new=2)
     calls = tokens_per_call(tiny_model)
-    line.waiting.append(late)
+    line.waiting.append(request(7, new=2))
     line.step()
-    assert calls == [4]  # no slot is free: the four go on
+    assert calls == [4]  # all rows are taken: the four go on
     line.step()  # the second request ends
     line.step()
     assert calls == [4, 4, 7]
     line.step()
     assert calls == [4, 4, 7, 3]
+
+
+def test_the_store_grows_for_a_later_turn_while_others_run(tiny_model, scheduler):
+    """A longer prompt, and more requests than there are slots, do not wait for the running rows; all stay right."""
+    alone = {}
+    for name, line_request in (("first", request(5, new=90, n=2)), ("late", request(150, new=4))):
+        line = scheduler()
+        line.waiting.append(line_request)
+        (alone[name],) = finish(line).values()
+    line = scheduler()
+    first, late = request(5, new=90, n=2), [request(150, new=4) for _ in range(3)]
+    line.waiting.append(first)
+    line.step()
+    before = line.store.shape
+    line.waiting += late
+    line.step()
+    assert len(line.rows) == 5
+    assert line.store.shape.slots >= 4
+    assert line.store.shape.prefix_capacity > before.prefix_capacity
+    found = finish(line)
+    for ended, expected in ((found[first], alone["first"]), *((found[r], alone["late"]) for r in late)):
+        order = sorted(ended, key=lambda c: c.index)
+        assert [c.token_ids.tolist() for c in order] == [
+            c.token_ids.tolist() for c in sorted(expected, key=lambda c: c.index)
+        ]
+
+
+def test_the_store_never_grows_past_its_limits(scheduler):
+    line = scheduler(EngineLimits(max_rows=2, kv_bytes=1))
+    line.waiting += [request(5, new=5), request(150, new=5)]
+    line.step()
+    shape = line.store.shape
+    line.step()
+    assert line.store.shape == shape
+    assert len(line.rows) == 1
+    assert len(finish(line)) == 2
 
 
 def test_the_head_sees_only_the_last_token_of_a_prompt(tiny_model, scheduler, monkeypatch):
@@ -157,7 +192,7 @@ def test_rows_stay_within_their_number_but_one_request_always_fits(scheduler):
 def test_a_small_store_does_not_narrow_what_comes_next(scheduler):
     """After one lonely request a whole rollout runs at once, not one by one."""
     line = scheduler()
-    line.waiting.append(request(20, new=8))
+    line.waiting.append(request(20, new=8, n=4))
     finish(line)
     line.waiting += [request(10, new=4, n=4) for _ in range(5)]
     line.step()

@@ -319,6 +319,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
     assert names(tmp_path) == ["latest", "rollout_000001", "rollout_000002"]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """A process that saves all the time is killed at four moments; the last save it reported is there each time."""
     first = 1

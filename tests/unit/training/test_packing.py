@@ -78,7 +78,7 @@ def test_every_trained_token_is_predicted_once_from_the_tokens_before_it(batch):
     rows_of_sample = {i: rows for i, (rows, _) in zip(order, fed, strict=True)}
     for i, (_, tokens) in zip(order, fed, strict=True):
         whole = batch.token_ids[offsets[i] : offsets[i] + lengths[i]].tolist()
-        assert tokens in (whole, whole[:-1])  # the last token predicts nothing and may be left out
+        assert tokens == whole[:-1]  # the last token predicts nothing
     for k, token in enumerate(packed.tokens.tolist()):
         i = int(packed.sample_index[k])
         place = token - offsets[i]
@@ -96,11 +96,13 @@ def test_a_prompt_is_fed_once_for_its_group(batch):
         parts = [batch.select([i]) for i in members]
         shared = 0
         while all(
-            shared < int(p.lengths) and not p.loss_mask[shared] and p.token_ids[shared] == parts[0].token_ids[shared]
+            shared < int(p.lengths) - 1
+            and not p.loss_mask[shared]
+            and p.token_ids[shared] == parts[0].token_ids[shared]
             for p in parts
         ):
             shared += 1
-        assert family == Family(shared, tuple(max(0, int(p.lengths) - 1 - shared) for p in parts))
+        assert family == Family(shared, tuple(int(p.lengths) - 1 - shared for p in parts))
 
 
 def test_packing_by_hand():

@@ -74,8 +74,6 @@ def build_scorer(reward: RewardSection, *, group_wait_seconds: float = 3600.0) -
         raise RewardError(
             f"{len(weights)} --rm-weights for {len(targets)} rewards ({', '.join(targets)}); give one for each"
         )
-    if not all(math.isfinite(weight) for weight in weights):
-        raise RewardError(f"--rm-weights {weights} are not all finite numbers")
     if "regex" in targets:
         _check_pattern(reward.rm_regex)
     specs = make_specs(targets, RewardSettings(reward.rm_regex, reward.rm_timeout_seconds))

@@ -59,12 +59,21 @@ class KVStore:
     """The tensors, and moving a slot or a row to another place."""
 
     def __init__(self, shape: KVShape, device: torch.device):
-        self.shape = shape
+        self.shape, self.device = shape, device
         prefix = (shape.layers, shape.slots, shape.kv_heads, shape.prefix_capacity, shape.head_dim)
         row = (shape.layers, shape.rows, shape.kv_heads, shape.row_capacity, shape.head_dim)
         # Zeros, not empty: padded cells meet a probability of exactly 0, and 0 · NaN would be NaN.
         self.prefix_keys, self.prefix_values = (torch.zeros(prefix, dtype=shape.dtype, device=device) for _ in range(2))
         self.row_keys, self.row_values = (torch.zeros(row, dtype=shape.dtype, device=device) for _ in range(2))
+
+    def grown(self, shape: KVShape) -> KVStore:
+        """A larger store that holds what this one does."""
+        new, own = KVStore(shape, self.device), self.shape
+        new.prefix_keys[:, : own.slots, :, : own.prefix_capacity] = self.prefix_keys
+        new.prefix_values[:, : own.slots, :, : own.prefix_capacity] = self.prefix_values
+        new.row_keys[:, : own.rows, :, : own.row_capacity] = self.row_keys
+        new.row_values[:, : own.rows, :, : own.row_capacity] = self.row_values
+        return new
 
     def write_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
         """Store a prompt's keys and values [P, K, D] of one layer."""

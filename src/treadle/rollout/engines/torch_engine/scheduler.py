@@ -126,12 +126,10 @@ class Scheduler:
             self._make_store()
         admitted: list[Request] = []
         tokens, rows = 0, len(self.rows)
-        while self.waiting and self.store is not None:
+        while self.waiting:
             request = self.waiting[0]
-            shape = self.store.shape
-            full = len(self.slots) == shape.slots or rows + request.n > shape.rows
             heavy = bool(admitted) and tokens + len(request.token_ids) > MAX_PREFILL_TOKENS
-            if full or heavy or not self._fits_store(request):
+            if heavy or not self._make_room(request, rows):
                 break
             self.waiting.popleft()
             request.slot = len(self.slots)
@@ -141,15 +139,26 @@ class Scheduler:
             rows += request.n
         return admitted
 
-    def _fits_store(self, request: Request) -> bool:
-        if self.store is None:
-            return False
+    def _make_room(self, request: Request, rows: int) -> bool:
+        """True where the store has room for a request beside `rows` others; it grows where the limits allow it.
+
+        A later turn of a conversation is what grows it: a longer prompt, and a slot for each sample.
+        """
+        assert self.store is not None
         shape = self.store.shape
-        return (
-            len(request.token_ids) <= shape.prefix_capacity
-            and request.sampling.max_new_tokens <= shape.row_capacity
-            and request.n <= shape.rows
+        wanted = replace(
+            shape,
+            slots=shape.slots if len(self.slots) < shape.slots else 2 * shape.slots,
+            rows=shape.rows if rows + request.n <= shape.rows else rows + request.n,
+            prefix_capacity=max(shape.prefix_capacity, _round_up(len(request.token_ids))),
+            row_capacity=max(shape.row_capacity, _round_up(request.sampling.max_new_tokens)),
         )
+        if wanted == shape:
+            return True
+        if wanted.rows > max(shape.rows, self.limits.max_rows) or wanted.num_bytes > self.limits.kv_bytes:
+            return False
+        self.store = self.store.grown(wanted)
+        return True
 
     def _make_store(self) -> None:
         """With nothing running: a new store, unless the waiting requests have all the room in the one there is."""
