@@ -116,7 +116,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "Samples without advantage that were left out of forward and backward; the train metrics do not see their tokens.",
         "samples",
     ),
-    _m("train/num_steps", "sum", "Optimizer steps taken."),
+    _m("train/num_steps", "sum", "Optimizer steps, skipped ones among them."),
     _m("train/num_micro_batches", "sum", "Forward and backward passes."),
     _m("train/skipped_steps", "sum", "Optimizer steps skipped because the loss or a gradient was not finite."),
     _m("train/seconds", "sum", "Wall time of training on the rollout.", "s"),

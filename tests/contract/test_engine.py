@@ -247,6 +247,23 @@ def test_stop_strings_end_a_sample_where_they_appear_and_are_kept(serve, tiny_co
     assert (ended.status, ended.stop_reason) == (Status.COMPLETED, f"stop string {stop!r}")
 
 
+def test_a_special_token_may_be_a_stop_string(serve, tiny_codec, complete, make_prompts):
+    prompt = make_prompts(1)[0]
+    (user,) = tiny_codec.encode_rendered("<user>")
+    params = SamplingParams(60, seed=4, ignore_eos=True)
+
+    async def use(engine):
+        stopped = SamplingParams(60, seed=4, ignore_eos=True, stop=("<user>",))
+        return await complete(engine, prompt, params, 8), await complete(engine, prompt, stopped, 8)
+
+    pairs = [(f.token_ids.tolist(), e) for f, e in zip(*serve(use), strict=True)]
+    assert any(user in free for free, _ in pairs), "choose another seed"
+    for free, ended in pairs:
+        end = free.index(user) + 1 if user in free else 60
+        assert ended.token_ids.tolist() == free[:end]
+        assert ended.status is (Status.COMPLETED if user in free else Status.TRUNCATED)
+
+
 def test_a_stop_string_in_the_prompt_does_not_count(serve, tiny_codec, complete):
     prompt = tiny_codec.encode_text("stop here")
     (completion,) = serve(lambda engine: complete(engine, prompt, SamplingParams(5, ignore_eos=True, stop=("here",))))

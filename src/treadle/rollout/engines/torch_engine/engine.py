@@ -29,7 +29,11 @@ class TorchEngine:
 
     def __init__(self, model: PreTrainedModel, codec: Codec, limits: EngineLimits):
         self.model = model
-        self._scheduler = Scheduler(model, codec.eos_token_ids, codec.decode, limits)
+
+        def with_special_tokens(token_ids: Sequence[int]) -> str:  # a stop string may be one of them
+            return codec.decode(token_ids, skip_special_tokens=False)
+
+        self._scheduler = Scheduler(model, codec.eos_token_ids, with_special_tokens, limits)
         self._max_length = context_length(model.config)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
         self._queues: dict[Request, asyncio.Queue[Completion | BaseException]] = {}
