@@ -156,14 +156,14 @@ class Trainer:
         ]
 
     def _with_signal(self, batch: Batch) -> Batch:
-        """The batch without the samples that add nothing to the loss; the whole of it where none adds anything,
-        so that every step is measured."""
+        """The batch without the samples that add nothing to the loss; its first group where none adds anything, so
+        that every step is measured."""
         if not (self.config.train.skip_zero_advantage and self.objective.only_advantages):
             return batch
         assert batch.advantages is not None
         largest = torch.zeros(len(batch)).scatter_reduce(0, batch.sample_index, batch.advantages.abs(), "amax")
-        chosen = torch.nonzero(largest).squeeze(1).tolist()
-        return batch.select(chosen) if chosen else batch
+        chosen = torch.nonzero(largest if largest.any() else batch.group_ids == batch.group_ids[:1]).squeeze(1)
+        return batch.select(chosen.tolist())
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
         train = self.config.train
