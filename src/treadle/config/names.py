@@ -15,7 +15,7 @@ class Estimator:
 
     `compares_group`: a group of one sample has advantage zero. `divides_by_std`: grpo_std_normalization applies.
     `uses_kl_coef`, `uses_gamma`, `uses_lambd`: these fields have an effect. `whitens`: normalises over the whole
-    rollout by itself. `uses_dual_clip`: eps_clip_c bounds its loss.
+    rollout by itself. `uses_dual_clip`: eps_clip_c bounds its loss. `uses_critic`: it has a critic, so the fields of [critic] have an effect.
     """
 
     compares_group: bool = True
@@ -25,6 +25,7 @@ class Estimator:
     uses_lambd: bool = False
     whitens: bool = False
     uses_dual_clip: bool = True
+    uses_critic: bool = False
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
@@ -36,6 +37,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": Estimator(uses_kl_coef=True, whitens=True),
     "maxrl": Estimator(),
     "opo": Estimator(),
+    "ppo": Estimator(compares_group=False, uses_kl_coef=True, uses_gamma=True, uses_lambd=True, uses_critic=True),
 }
 
 KL_ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "low_var_kl", "abs", "k3+")

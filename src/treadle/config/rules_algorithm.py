@@ -118,6 +118,25 @@ def whitening_is_not_repeated(config: Config) -> Iterator[Finding]:
         yield warning(f"normalize_advantages does nothing with {found[0]}: it whitens its advantages already")
 
 
+def critic_is_used(config: Config) -> Iterator[Finding]:
+    found = _estimator(config)
+    if found and not found[1].uses_critic:
+        for name in type(config.critic).model_fields:
+            if getattr(config.critic, name) != config_fields()[name].default:
+                yield fault(
+                    f"{name} = {getattr(config.critic, name)} does nothing with {found[0]}: "
+                    f"only {_those_with('uses_critic')} has a critic"
+                )
+
+
+def policy_is_trained_too(config: Config) -> Iterator[Finding]:
+    alone, rollouts = config.critic.num_critic_only_steps, config.train.num_rollout
+    if rollouts is not None and 0 < rollouts <= alone:
+        yield fault(
+            f"num_critic_only_steps = {alone} is all of num_rollout = {rollouts}: the policy would never be trained"
+        )
+
+
 def entropy_is_a_bonus(config: Config) -> Iterator[Finding]:
     if config.algorithm.entropy_coef < 0:
         yield warning(f"entropy_coef = {config.algorithm.entropy_coef} is negative: it pushes the entropy down")
@@ -234,6 +253,8 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     discount_is_used,
     std_normalization_is_used,
     whitening_is_not_repeated,
+    critic_is_used,
+    policy_is_trained_too,
     entropy_is_a_bonus,
     loss_has_one_denominator,
     batches_agree,

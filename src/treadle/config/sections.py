@@ -166,6 +166,23 @@ class AlgorithmSection(Section):
     )
 
 
+class CriticSection(Section):
+    """The critic of `ppo`: a value model of its own, with its own optimizer."""
+
+    critic_load: str | None = Field(
+        None,
+        description="Model the critic starts from, with or without a saved value head; the policy's where not given.",
+    )
+    critic_lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic; its schedule is the policy's.")
+    critic_lr_warmup_steps: int = Field(0, ge=0, description="Optimizer steps of the critic's linear warm-up.")
+    value_clip: float = Field(
+        0.2, gt=0, description="The value loss does not reward moving a value further than this from the old one."
+    )
+    num_critic_only_steps: int = Field(
+        0, ge=0, description="Rollouts in which only the critic is trained, at the start."
+    )
+
+
 class OptimSection(Section):
     """AdamW and its schedule."""
 
@@ -301,6 +318,7 @@ class Config(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     reward: RewardSection = Field(default_factory=RewardSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    critic: CriticSection = Field(default_factory=CriticSection)
     optim: OptimSection = Field(default_factory=OptimSection)
     train: TrainSection = Field(default_factory=TrainSection)
     eval: EvalSection = Field(default_factory=EvalSection)

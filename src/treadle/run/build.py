@@ -12,6 +12,7 @@ from treadle.data import PromptSource, build_eval_sets, build_source
 from treadle.errors import ConfigError
 from treadle.models.bundled import resolve
 from treadle.models.load import compute_dtype, context_length, load_config, load_model, pick_device
+from treadle.models.value import ValueModel, load_value_head
 from treadle.observe.progress import Progress
 from treadle.rollout.conversation import Conversation, TurnLimits
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
@@ -19,6 +20,7 @@ from treadle.rollout.envs import load_environment
 from treadle.rollout.manager import RolloutManager
 from treadle.rollout.rewards import RewardScorer, build_scorer
 from treadle.run.evaluate import EvalSet, eval_sampling
+from treadle.training.critic import Critic
 from treadle.training.objective import build_objective
 from treadle.training.worker import Trainer
 
@@ -62,14 +64,21 @@ def load_policy(config: Config, path: str, *, trainable: bool = True) -> PreTrai
 
 
 def build_trainer(config: Config, model: PreTrainedModel, num_rollout: int, progress: Progress) -> Trainer:
-    """The trainer, with a reference model where the algorithm uses KL."""
+    """The trainer, with a reference model where the algorithm uses KL and a critic where it uses values."""
     arithmetic = batch_arithmetic(config)
     reference = None
-    if build_objective(config.algorithm).needs_reference:
+    objective = build_objective(config.algorithm)
+    if objective.needs_reference:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
         reference = load_policy(config, path, trainable=False)
     total_steps = num_rollout * arithmetic.num_steps_per_rollout
-    return Trainer(model, config, arithmetic, total_steps, reference, progress.warn)
+    critic = None
+    if objective.needs_values:
+        path = resolve(config.critic.critic_load or config.model.hf_checkpoint)
+        value_model = ValueModel(load_policy(config, path))
+        load_value_head(value_model, Path(path))
+        critic = Critic(value_model, config, total_steps, progress.warn)
+    return Trainer(model, config, arithmetic, total_steps, reference, progress.warn, critic)
 
 
 async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, stack: AsyncExitStack) -> RolloutManager:

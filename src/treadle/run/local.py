@@ -119,7 +119,7 @@ class LocalParts:
         if self.trainer is None:
             return []
         self.out.progress.phase("training")
-        return await self._on_thread(self.trainer.train, groups)
+        return await self._on_thread(self.trainer.train, groups, rollout_id)
 
     async def publish(self, version: int) -> Sequence[Metric]:
         if self.generation is None:
@@ -187,13 +187,14 @@ class LocalParts:
             trainer.write_model(folder)
             self.out.save_codec(folder)
 
-        state: dict[str, Any] = {"optimizer_steps": trainer.optimizer.num_steps, "random": random_state()}
+        state: dict[str, Any] = {**trainer.state(), "random": random_state()}
         if self.generation is not None:
             state["source"] = self.source.state()
         save_checkpoint(
             self.out.checkpoints,
             done,
             write_model=write_model,
+            write_critic=trainer.write_critic,
             optimizer=trainer.optimizer.state_tensors(),
             state=state,
             config=self.config.model_dump(mode="json"),

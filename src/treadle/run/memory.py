@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.config import Config, batch_arithmetic
+from treadle.config.names import ADVANTAGE_ESTIMATORS
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _SAVED_PER_LINEAR_WIDTH = 1.2
@@ -86,6 +87,9 @@ def _training(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
     if config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0:
         name = config.model.ref_load or "the starting model"
         yield MemoryPart("reference model", parameters * _DTYPE_BYTES[shape.dtype], name)
+    if ADVANTAGE_ESTIMATORS[config.algorithm.advantage_estimator].uses_critic:
+        own = _DTYPE_BYTES[shape.dtype] + (4 if shape.dtype != "float32" else 0) + 12
+        yield MemoryPart("critic", parameters * own, "weights, masters, gradients, Adam")
     tokens = micro_batch_tokens(config)
     yield MemoryPart("activations", _activation_bytes(config, shape, tokens), f"a micro-batch of {tokens} tokens")
     yield MemoryPart("logits", _logit_bytes(shape), "made in tiles")

@@ -57,6 +57,8 @@ class Batch:
     loss_weights: Float[Tensor, " T"] | None = _per_token(optional=True)  # of each token in the reduction
     old_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
     ref_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
+    values: Float[Tensor, " T"] | None = _per_token(optional=True)  # the critic's, before the step
+    returns: Float[Tensor, " T"] | None = _per_token(optional=True)  # what the critic should have said
 
     def __len__(self) -> int:
         return self.lengths.shape[0]

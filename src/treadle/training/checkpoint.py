@@ -2,6 +2,7 @@
 
     <save>/rollout_000012/
         model/                 a Hugging Face folder with the float32 master weights
+        critic/                the same of a critic, with its value head and optimizer, where there is one
         optimizer.safetensors  AdamW state by parameter name
         state.json             where the run stands: everything else that resuming needs
         config.json            the resolved configuration
@@ -55,6 +56,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int | None = None,
+    write_critic: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write a checkpoint that resumes at `rollout_id`, then move `latest` and delete all but `keep` newest.
 
@@ -72,6 +74,8 @@ def save_checkpoint(
             shutil.rmtree(left, ignore_errors=True)
         work.mkdir()
         write_model(work / "model")
+        if write_critic is not None:
+            write_critic(work / "critic")
         save_file({key: value.contiguous() for key, value in optimizer.items()}, work / "optimizer.safetensors")
         (work / "state.json").write_text(json.dumps({"rollout_id": rollout_id, **state}))
         (work / "config.json").write_text(json.dumps(config, indent=2))

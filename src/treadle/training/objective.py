@@ -10,6 +10,7 @@ from torch import Tensor
 
 from treadle.algorithms.advantages import (
     AdvantageInputs,
+    Advantages,
     AdvantageSettings,
     Estimator,
     compute_advantages,
@@ -53,8 +54,13 @@ class Objective:
         """True where a sample without advantage adds nothing to the loss: there is no entropy and no KL term."""
         return self.entropy_coef == 0 and self.kl_loss_coef == 0
 
-    def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """Advantages of a whole rollout, float32 [T], 0 on untrained tokens."""
+    @property
+    def needs_values(self) -> bool:
+        """True where the estimator reads a critic."""
+        return self.estimator.needs_values
+
+    def advantages(self, batch: Batch) -> Advantages:
+        """Advantages and returns of a whole rollout, each float32 [T], 0 on untrained tokens."""
         section = self.section
         kl = None
         if section.kl_coef > 0:
@@ -68,6 +74,7 @@ class Objective:
             mask=batch.loss_mask,
             trajectory_ids=batch.trajectory_ids,
             kl=kl,
+            values=batch.values,
         )
         settings = AdvantageSettings(
             std_normalization=section.grpo_std_normalization,
@@ -76,7 +83,7 @@ class Objective:
             gamma=section.gamma,
             lambd=section.lambd,
         )
-        return compute_advantages(self.estimator, inputs, settings).advantages
+        return compute_advantages(self.estimator, inputs, settings)
 
     def loss_weights(self, batch: Batch, global_batch_size: int) -> Float[Tensor, " T"]:
         """Weight of each token in the loss of one optimizer step; `batch` is the whole step."""

@@ -17,9 +17,10 @@ from treadle.metrics import Metric, metric
 from treadle.models.load import load_parameters, save_model
 from treadle.training.batch import Batch, batch_of
 from treadle.training.checkpoint import Checkpoint, check_same_model
+from treadle.training.critic import Critic
+from treadle.training.micro_batches import MicroBatches
 from treadle.training.objective import Objective, build_objective
 from treadle.training.optim import MasterOptimizer
-from treadle.training.packing import PackedBatch, pack, plan_micro_batches
 from treadle.training.step import micro_batch_loss, micro_batch_metrics, packed_logprobs
 from treadle.types import Group, Sample, Status
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class Trainer:
     """A model, its optimizer, and what one rollout does to them.
 
-    `reference` is needed where the objective uses KL; `warn` hears of skipped steps.
+    `reference` is needed where the objective uses KL, `critic` where it uses values; `warn` hears of skipped steps.
     """
 
     def __init__(
@@ -41,31 +42,46 @@ class Trainer:
         total_steps: int,
         reference: PreTrainedModel | None = None,
         warn: Callable[[str], None] = warnings.warn,
+        critic: Critic | None = None,
     ):
+        self.critic = critic
         self.model, self.config, self.arithmetic, self.reference, self.warn = model, config, arithmetic, reference, warn
-        self.device = next(model.parameters()).device
+        self.micro_batches = MicroBatches(config.train, next(model.parameters()).device)
         self.objective: Objective = build_objective(config.algorithm)
         assert not self.objective.needs_reference or reference is not None, "the objective needs a reference model"
+        assert self.objective.needs_values == (critic is not None), "a critic is given exactly where values are needed"
         self.optimizer = MasterOptimizer(model, config.optim, total_steps)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
     # One rollout
 
-    def train(self, groups: Sequence[Group]) -> list[Metric]:
-        """Take the rollout's optimizer steps; failed samples are left out and counted."""
+    @property
+    def device(self) -> torch.device:
+        return self.micro_batches.device
+
+    def train(self, groups: Sequence[Group], rollout_id: int = 0) -> list[Metric]:
+        """Take the rollout's optimizer steps; failed samples are left out and counted.
+
+        In the first `num_critic_only_steps` rollouts the critic alone is trained.
+        """
         began = time.perf_counter()
         samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
         batch = batch_of(samples)
         if len(batch):
             batch = self._score(batch)
-            batch = replace(batch, advantages=self.objective.advantages(batch))
+            found = self.objective.advantages(batch)
+            batch = replace(batch, advantages=found.advantages, returns=found.returns)
         else:
             batch = replace(batch, advantages=torch.zeros(0))
         before = self.optimizer.num_steps
         for step in range(self.arithmetic.num_steps_per_rollout):
             part = batch.select([i for i, of in enumerate(steps) if of == step])
-            metrics += self._step(part)
+            part = replace(part, loss_weights=self.objective.loss_weights(part, self.arithmetic.global_batch_size))
+            if self.critic is not None:
+                metrics += self.critic.step(part)
+            if rollout_id >= self.config.critic.num_critic_only_steps:
+                metrics += self._step(part)
         seconds = time.perf_counter() - began
         metrics += [
             metric("train/seconds", seconds),
@@ -100,41 +116,28 @@ class Trainer:
         if self.objective.needs_reference:
             assert self.reference is not None
             batch = replace(batch, ref_logprobs=self.logprobs(batch, self.reference))
+        if self.critic is not None:
+            batch = replace(batch, values=self.critic.values(batch))
         return batch
 
     def logprobs(self, batch: Batch, model: PreTrainedModel) -> Tensor:
         """Logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
-        out = torch.zeros(batch.token_ids.shape[0])
-        offsets = batch.offsets
-        with torch.no_grad():
-            for indices in self._micro_batches(batch):
-                part = batch.select(indices)
-                packed = self._pack(part)
-                found = packed_logprobs(model, packed, self.config.model.attention_backend).cpu()
-                places = packed.tokens.cpu()
-                sample = part.sample_index[places]
-                out[places - part.offsets[sample] + offsets[torch.tensor(indices)][sample]] = found
-        return out
+        backend = self.config.model.attention_backend
+        return self.micro_batches.per_token(batch, lambda packed: packed_logprobs(model, packed, backend))
 
     # One optimizer step
 
     def _step(self, batch: Batch) -> list[Metric]:
         """Forward and backward over the micro-batches, then one update."""
-        batch = replace(batch, loss_weights=self.objective.loss_weights(batch, self.arithmetic.global_batch_size))
         whole, batch = batch, self._with_signal(batch)
         metrics = [metric("train/num_skipped_samples", len(whole) - len(batch))]
         loss = policy_loss = kl_loss = 0.0
         self.model.train(self.config.model.gradient_checkpointing)
-        plan = self._micro_batches(batch)
-        for indices in plan:
-            part = batch.select(indices)
-            packed = self._pack(part)
-            if not packed.tokens.shape[0]:
-                continue
-            result = micro_batch_loss(
-                self.model, packed, part.to(self.device), self.objective, self.config.model.attention_backend
-            )
+        count = 0
+        for packed, part in self.micro_batches.packed(batch):
+            result = micro_batch_loss(self.model, packed, part, self.objective, self.config.model.attention_backend)
             result.loss.backward()
+            count += 1
             loss += float(result.loss.detach())
             policy_loss += result.policy_loss
             kl_loss += result.kl_loss
@@ -152,7 +155,7 @@ class Trainer:
             metric("train/grad_norm", update.grad_norm),
             metric("train/lr", update.lr),
             metric("train/skipped_steps", update.skipped),
-            metric("train/num_micro_batches", len(plan)),
+            metric("train/num_micro_batches", count),
         ]
 
     def _with_signal(self, batch: Batch) -> Batch:
@@ -165,20 +168,21 @@ class Trainer:
         chosen = torch.nonzero(largest if largest.any() else batch.group_ids == batch.group_ids[:1]).squeeze(1)
         return batch.select(chosen.tolist())
 
-    def _micro_batches(self, batch: Batch) -> list[list[int]]:
-        train = self.config.train
-        if train.use_dynamic_batch_size:
-            return plan_micro_batches(batch, max_tokens=train.max_tokens_per_gpu, micro_batch_size=None)
-        return plan_micro_batches(batch, max_tokens=None, micro_batch_size=train.micro_batch_size)
-
-    def _pack(self, batch: Batch) -> PackedBatch:
-        return pack(batch).to(self.device)
-
     # Checkpoints
 
     def write_model(self, folder: Path) -> None:
         """Write the master weights as a Hugging Face folder."""
         save_model(self.model, {name: p.detach() for name, p in self.optimizer.masters.items()}, folder)
+
+    def write_critic(self, folder: Path) -> None:
+        """Write the critic, where there is one."""
+        if self.critic is not None:
+            self.critic.write(folder)
+
+    def state(self) -> dict[str, int]:
+        """How many optimizer steps were taken: where the schedules stand."""
+        critic = {} if self.critic is None else {"critic_steps": self.critic.optimizer.num_steps}
+        return {"optimizer_steps": self.optimizer.num_steps, **critic}
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule; raises `CheckpointError` for a checkpoint of another model."""
@@ -187,6 +191,8 @@ class Trainer:
         self.optimizer.load_masters(tensors)
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
         self.optimizer.num_steps = checkpoint.state["optimizer_steps"]
+        if self.critic is not None:
+            self.critic.load(checkpoint)
 
 
 def _reason_to_drop(sample: Sample) -> str:

@@ -1,0 +1,62 @@
+"""A value model: the body of a causal language model, with one number for each position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from treadle.errors import ModelError
+from treadle.models.attention import AttentionPlan
+from treadle.models.forward import hidden_states
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HEAD_FILE = "value_head.safetensors"
+
+
+class ValueModel(nn.Module):
+    """A causal language model whose hidden states are read by a linear head; the output layer is not used.
+
+    The head is float32 and starts at zero, so a new critic predicts 0 everywhere.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
+        if output is not None and output.weight is not embeddings.weight:
+            output.requires_grad_(False)  # it never gets a gradient: AdamW need not hold a state for it
+        width = embeddings.weight.shape[1]
+        self.value_head = nn.Linear(width, 1, dtype=torch.float32, device=embeddings.weight.device)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def values(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, rows: Tensor) -> Tensor:
+        """Value after each of the tokens at `rows` [K] of a packed row [N], float32 [K]."""
+        hidden = hidden_states(self.model, token_ids, position_ids, plan)
+        return self.value_head(hidden.index_select(0, rows).float()).squeeze(1)
+
+
+def load_value_head(model: ValueModel, folder: Path) -> None:
+    """Set the head to the one saved in a critic's folder; a folder without one leaves it new."""
+    file = folder / HEAD_FILE
+    if not file.is_file():
+        return
+    tensors = load_file(file)
+    own = model.value_head.state_dict()
+    for name, tensor in own.items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            raise ModelError(
+                f"{str(file)!r} is not the value head of this model: {name!r} is missing or of another shape"
+            )
+    model.value_head.load_state_dict(tensors)
+
+
+def save_value_head(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write the head's weights (`weight` [1, D] and `bias` [1]) beside the model's files."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / HEAD_FILE)

@@ -1,0 +1,117 @@
+"""The critic of PPO: its values, its optimizer, and its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from treadle.algorithms.losses import value_loss
+from treadle.config import AlgorithmSection, Config, CriticSection
+from treadle.metrics import Metric, metric
+from treadle.models.attention import PackedAttention
+from treadle.models.load import load_parameters, save_model
+from treadle.models.value import ValueModel, load_value_head, save_value_head
+from treadle.training.batch import Batch
+from treadle.training.checkpoint import Checkpoint, check_same_model
+from treadle.training.micro_batches import MicroBatches
+from treadle.training.optim import MasterOptimizer
+from treadle.training.packing import PackedBatch
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+FOLDER = "critic"
+
+
+class Critic:
+    """Predicts the return from every trained token's state, and learns to do so from each rollout."""
+
+    def __init__(self, model: ValueModel, config: Config, total_steps: int, warn: Callable[[str], None]):
+        self.model, self.warn = model, warn
+        self.section: CriticSection = config.critic
+        self.algorithm: AlgorithmSection = config.algorithm
+        self.backend = config.model.attention_backend
+        self.micro_batches = MicroBatches(config.train, next(model.parameters()).device)
+        optim = config.optim.model_copy(
+            update={"lr": self.section.critic_lr, "lr_warmup_steps": self.section.critic_lr_warmup_steps}
+        )
+        self.optimizer = MasterOptimizer(model, optim, total_steps)
+        self.checkpointing = config.model.gradient_checkpointing
+        if self.checkpointing:
+            model.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def values(self, batch: Batch) -> Tensor:
+        """Value of the state before each trained token, float32 [T], 0 at the others."""
+        return self.micro_batches.per_token(batch, self._values)
+
+    def _values(self, packed: PackedBatch) -> Tensor:
+        plan = PackedAttention(packed.layout, self.backend)
+        return self.model.values(packed.token_ids, packed.layout.position_ids, plan, packed.predictors)
+
+    def step(self, batch: Batch) -> list[Metric]:
+        """One optimizer step on the samples of one policy step; needs values, returns and loss weights."""
+        metrics: list[Metric] = []
+        loss = 0.0
+        self.model.train(self.checkpointing)
+        for packed, part in self.micro_batches.packed(batch):
+            assert part.values is not None
+            assert part.returns is not None
+            assert part.loss_weights is not None
+            at = packed.tokens
+            new, old, returns = self._values(packed), part.values[at], part.returns[at]
+            result = value_loss(new, old, returns, self.section.value_clip)
+            share = (result.loss * part.loss_weights[at]).sum()
+            share.backward()
+            loss += float(share.detach())
+            metrics += _metrics(old, returns, result.clipped)
+        self.model.eval()
+        update = self.optimizer.step(loss_is_finite=bool(torch.isfinite(torch.tensor(loss))))
+        if update.skipped:
+            cause = f"the gradient of {update.broken} is not finite" if update.broken else f"the loss is {loss}"
+            self.warn(f"critic step {self.optimizer.num_steps - 1} skipped, weights unchanged: {cause}")
+        return [
+            *metrics,
+            metric("critic/loss", loss),
+            metric("critic/grad_norm", update.grad_norm),
+            metric("critic/lr", update.lr),
+            metric("critic/skipped_steps", update.skipped),
+        ]
+
+    # Checkpoints
+
+    def write(self, folder: Path) -> None:
+        """Write the critic: a Hugging Face folder of its body, its head, and its AdamW state."""
+        masters = {name: p.detach() for name, p in self.optimizer.masters.items()}
+        frozen = {name: p.detach().float() for name, p in self.model.named_parameters() if name not in masters}
+        body = _under("model.", {**masters, **frozen})
+        save_model(self.model.model, body, folder)
+        save_value_head(_under("value_head.", masters), folder)
+        save_file({k: v.contiguous() for k, v in self.optimizer.state_tensors().items()}, folder / OPTIMIZER_FILE)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Set weights, AdamW state and schedule from a checkpoint that has a critic."""
+        folder = checkpoint.path / FOLDER
+        load_value_head(self.model, folder)
+        tensors = {f"model.{name}": tensor for name, tensor in load_parameters(folder).items()}
+        tensors |= {f"value_head.{name}": p.detach() for name, p in self.model.value_head.named_parameters()}
+        known = {name: tensor for name, tensor in tensors.items() if name in self.optimizer.masters}
+        check_same_model(checkpoint, known, self.optimizer.masters)
+        self.optimizer.load_masters(known)
+        self.optimizer.load_state_tensors(load_file(folder / OPTIMIZER_FILE))
+        self.optimizer.num_steps = checkpoint.state["critic_steps"]
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _metrics(values: Tensor, returns: Tensor, clipped: Tensor) -> list[Metric]:
+    count = values.shape[0]
+    return [
+        metric("critic/value_mean", float(values.mean()), count),
+        metric("critic/return_mean", float(returns.mean()), count),
+        metric("critic/error_squared", float((values - returns).square().mean()), count),
+        metric("critic/clip_fraction", float(clipped.float().mean()), count),
+    ]
