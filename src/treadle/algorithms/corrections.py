@@ -83,6 +83,13 @@ Stability".
 """
 
 
+def find_correction(name: str) -> CorrectionSettings:
+    """The correction of this name; `ConfigError` where there is none."""
+    if name not in CORRECTIONS:
+        raise ConfigError(f"rollout_correction {name!r} is unknown; choose one of {', '.join(CORRECTIONS)}")
+    return CORRECTIONS[name]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
     """`weights` multiply the policy loss; 0 where untrained or dropped. `kept` is True on trained tokens that stay."""

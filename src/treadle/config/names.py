@@ -40,6 +40,10 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "ppo": Estimator(compares_group=False, uses_kl_coef=True, uses_gamma=True, uses_lambd=True, uses_critic=True),
 }
 
+POLICY_LOSSES: tuple[str, ...] = ("ppo", "gspo", "gmpo", "cispo", "sapo", "dppo_tv")
+
+CORRECTIONS: tuple[str, ...] = ("tis", "icepop", "sequence", "geometric")
+
 KL_ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "low_var_kl", "abs", "k3+")
 
 REWARDS: tuple[str, ...] = ("math", "last_number", "exact", "regex", "reasoning_gym")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from treadle.config.batch import batch_arithmetic
 from treadle.config.fields import config_fields, did_you_mean
 from treadle.config.findings import Finding, Rule, fault, warning
-from treadle.config.names import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, Estimator
+from treadle.config.names import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, Estimator
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
 
@@ -118,14 +118,52 @@ def whitening_is_not_repeated(config: Config) -> Iterator[Finding]:
         yield warning(f"normalize_advantages does nothing with {found[0]}: it whitens its advantages already")
 
 
+def loss_and_correction_are_known(config: Config) -> Iterator[Finding]:
+    algorithm = config.algorithm
+    for field, name, known in (
+        ("policy_loss", algorithm.policy_loss, POLICY_LOSSES),
+        ("rollout_correction", algorithm.rollout_correction, CORRECTIONS),
+    ):
+        if name is not None and name not in known:
+            yield fault(f"{field} {name!r} is unknown{did_you_mean(name, list(known))}")
+
+
+def correction_settings_are_used(config: Config) -> Iterator[Finding]:
+    algorithm = config.algorithm
+    if algorithm.rollout_correction is None:
+        for name, value in (
+            ("correction_low", algorithm.correction_low),
+            ("correction_high", algorithm.correction_high),
+            ("correction_veto", algorithm.correction_veto),
+        ):
+            if value is not None:
+                yield fault(f"{name} = {value} does nothing without rollout_correction")
+    low, high = algorithm.correction_low, algorithm.correction_high
+    if low is not None and high is not None and low > high:
+        yield fault(f"correction_low = {low} is more than correction_high = {high}")
+
+
+def unbiased_kl_is_used(config: Config) -> Iterator[Finding]:
+    if config.algorithm.use_unbiased_kl and not config.algorithm.use_kl_loss:
+        yield fault("use_unbiased_kl does nothing without use_kl_loss")
+
+
+def overlong_penalty_is_used(config: Config) -> Iterator[Finding]:
+    algorithm, longest = config.algorithm, config.rollout.rollout_max_response_len
+    buffer = algorithm.overlong_buffer_len
+    if buffer is None and algorithm.overlong_penalty_factor != 1:
+        yield fault("overlong_penalty_factor does nothing without overlong_buffer_len")
+    if buffer is not None and buffer > longest:
+        yield fault(f"overlong_buffer_len = {buffer} is more than rollout_max_response_len = {longest}")
+
+
 def critic_is_used(config: Config) -> Iterator[Finding]:
     found = _estimator(config)
     if found and not found[1].uses_critic:
-        for name in type(config.critic).model_fields:
-            if getattr(config.critic, name) != config_fields()[name].default:
+        for name, value in config.critic.model_dump().items():
+            if value != config_fields()[name].default:
                 yield fault(
-                    f"{name} = {getattr(config.critic, name)} does nothing with {found[0]}: "
-                    f"only {_those_with('uses_critic')} has a critic"
+                    f"{name} = {value} does nothing with {found[0]}: only {_those_with('uses_critic')} has a critic"
                 )
 
 
@@ -253,6 +291,10 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     discount_is_used,
     std_normalization_is_used,
     whitening_is_not_repeated,
+    loss_and_correction_are_known,
+    correction_settings_are_used,
+    unbiased_kl_is_used,
+    overlong_penalty_is_used,
     critic_is_used,
     policy_is_trained_too,
     entropy_is_a_bonus,

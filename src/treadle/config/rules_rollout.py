@@ -95,6 +95,18 @@ def prompts_in_flight_fit(config: Config) -> Iterator[Finding]:
         )
 
 
+def group_filter_is_used(config: Config) -> Iterator[Finding]:
+    rollout = config.rollout
+    default = type(rollout).model_fields["max_filter_rounds"].default
+    if rollout.group_filter is None:
+        if rollout.over_sampling_batch_size is not None:
+            yield fault(
+                f"over_sampling_batch_size = {rollout.over_sampling_batch_size} does nothing without group_filter"
+            )
+        if rollout.max_filter_rounds != default:
+            yield fault(f"max_filter_rounds = {rollout.max_filter_rounds} does nothing without group_filter")
+
+
 def something_is_rewarded(config: Config) -> Iterator[Finding]:
     if not config.reward.rm_type and config.reward.custom_rm_path is None:
         yield fault(f"no reward is given: set rm_type ({', '.join(REWARDS)}) or custom_rm_path (my_reward.py:score)")
@@ -228,6 +240,7 @@ GENERATION_RULES: tuple[Rule, ...] = (
     training_sees_the_whole_distribution,
     greedy_samples_repeat,
     prompts_in_flight_fit,
+    group_filter_is_used,
     something_is_rewarded,
     labels_are_there,
     evaluation_has_sets,

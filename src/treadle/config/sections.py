@@ -94,6 +94,16 @@ class RolloutSection(Section):
     rollout_engine: Literal["torch"] = Field(
         "torch", description="What generates: `torch` is the embedded engine, on the trainer's own weights."
     )
+    group_filter: str | None = Field(
+        None,
+        description="Drop groups and draw others instead: zero_signal (dynamic sampling), any_failed, or your own.",
+    )
+    over_sampling_batch_size: int | None = Field(
+        None, ge=1, description="Prompts drawn at a time with a group filter; rollout_batch_size where not given."
+    )
+    max_filter_rounds: int = Field(
+        4, ge=1, description="Draws of a rollout with a group filter; then dropped groups fill what is missing."
+    )
     max_running_requests: int = Field(256, ge=1, description="Most samples the engine decodes at once.")
     kv_cache_gib: float = Field(
         2.0, gt=0, description="Memory for keys and values; bounds how many samples run at once."
@@ -158,6 +168,33 @@ class AlgorithmSection(Section):
     eps_clip_c: float | None = Field(
         None, gt=1, description="Dual clip: bound of the loss where the advantage is negative."
     )
+    policy_loss: str | None = Field(
+        None, description="ppo, gspo, gmpo, cispo, sapo or dppo_tv; the one the estimator is used with where not given."
+    )
+    use_unbiased_kl: bool = Field(
+        False,
+        description="Multiply the KL in the loss by the probability ratio: unbiased for tokens of the old policy.",
+    )
+    rollout_correction: str | None = Field(
+        None, description="Weigh tokens by trainer over engine probability: tis, icepop, sequence or geometric."
+    )
+    correction_low: float | None = Field(
+        None, ge=0, description="Lower bound of that weight; the correction's usual one."
+    )
+    correction_high: float | None = Field(
+        None, gt=0, description="Upper bound of that weight; the correction's usual one."
+    )
+    correction_veto: float | None = Field(
+        None, gt=0, lt=1, description="Drop a sample in which any token's weight is below this (1e-4, say)."
+    )
+    opsm_delta: float | None = Field(
+        None, gt=0, description="Drop samples with a negative advantage that drifted further than this (nats a token)."
+    )
+    mask_truncated: bool = Field(False, description="Leave samples that ran into the length limit out of the loss.")
+    overlong_buffer_len: int | None = Field(
+        None, ge=1, description="DAPO's soft penalty: the last this many tokens before the limit cost reward."
+    )
+    overlong_penalty_factor: float = Field(1.0, gt=0, description="Penalty at the length limit.")
     calculate_per_token_loss: bool = Field(
         False, description="Every token counts the same; otherwise every sample does."
     )

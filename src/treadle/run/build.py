@@ -67,7 +67,7 @@ def build_trainer(config: Config, model: PreTrainedModel, num_rollout: int, prog
     """The trainer, with a reference model where the algorithm uses KL and a critic where it uses values."""
     arithmetic = batch_arithmetic(config)
     reference = None
-    objective = build_objective(config.algorithm)
+    objective = build_objective(config.algorithm, config.rollout.rollout_max_response_len)
     if objective.needs_reference:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
         reference = load_policy(config, path, trainable=False)

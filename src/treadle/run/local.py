@@ -22,6 +22,7 @@ from treadle.observe.report import ShownSample
 from treadle.observe.run_folder import RunFolder
 from treadle.observe.samples import read_groups, rollout_file, write_groups
 from treadle.observe.sinks import MetricSink
+from treadle.rollout.filters import GroupFilter
 from treadle.rollout.manager import Collect, RolloutManager
 from treadle.rollout.measure import rollout_metrics
 from treadle.rollout.rewards import RewardScorer
@@ -45,6 +46,7 @@ class Generation:
     scorer: RewardScorer
     transport: WeightTransport
     eval_sets: Sequence[EvalSet]
+    group_filter: GroupFilter | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +104,10 @@ class LocalParts:
             stop=section.rollout_stop,
             stop_token_ids=section.rollout_stop_token_ids,
         )
-        prompts = self.source.next_prompts(section.rollout_batch_size)
-        job = Collect(f"rollout {rollout_id}", prompts, sampling, section.n_samples_per_prompt, section.rollout_seed)
         began = time.perf_counter()
-        groups = await self._generate(job, "rollout")
+        groups, dropped = await self._draw(f"rollout {rollout_id}", sampling)
         metrics = rollout_metrics(groups, seconds=time.perf_counter() - began, version=rollout_id)
-        metrics.append(metric("rollout/epoch", self.source.epoch))
+        metrics += [*dropped, metric("rollout/epoch", self.source.epoch)]
         self._warn_of_failures(rollout_id, groups)
         if self.config.observe.save_samples:
             write_groups(self.out.folder.sample_file(rollout_id), groups)
@@ -160,6 +160,34 @@ class LocalParts:
         self.out.progress.step(rollout_id, values)
 
     # Their insides
+
+    async def _draw(self, what: str, sampling: SamplingParams) -> tuple[list[Group], list[Metric]]:
+        """The groups of a rollout; with a group filter, draw until enough are kept or the rounds are used up.
+
+        Groups kept beyond what is needed go back to the source; dropped ones fill what is missing at the end.
+        """
+        section = self.config.rollout
+        wanted, keep = section.rollout_batch_size, self.generation.group_filter if self.generation else None
+        size = wanted if keep is None else section.over_sampling_batch_size or wanted
+        kept: list[Group] = []
+        dropped: list[tuple[str, Group]] = []
+        for _ in range(1 if keep is None else section.max_filter_rounds):
+            prompts = self.source.next_prompts(size)
+            groups = await self._generate(
+                Collect(what, prompts, sampling, section.n_samples_per_prompt, section.rollout_seed), "rollout"
+            )
+            reasons = [None if keep is None else keep(group) for group in groups]
+            kept += [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
+            dropped += [(reason, group) for group, reason in zip(groups, reasons, strict=True) if reason is not None]
+            if len(kept) >= wanted:
+                break
+        self.source.put_back(group.prompt for group in kept[wanted:])
+        filled = dropped[: max(0, wanted - len(kept))]
+        counts: dict[str, int] = {"surplus": sum(len(group.samples) for group in kept[wanted:])}
+        for reason, group in dropped[len(filled) :]:
+            counts[reason] = counts.get(reason, 0) + len(group.samples)
+        metrics = [metric(f"rollout/dropped/{reason}", count) for reason, count in sorted(counts.items()) if keep]
+        return [*kept[:wanted], *(group for _, group in filled)], metrics
 
     async def _on_thread(self, call: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)

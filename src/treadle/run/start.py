@@ -24,6 +24,7 @@ from treadle.observe.run_folder import RunFolder
 from treadle.observe.samples import rollout_ids
 from treadle.observe.sinks import open_sinks
 from treadle.observe.summary import summarize
+from treadle.rollout.filters import load_filter
 from treadle.run import build
 from treadle.run.lease import FreeLease, Lease, SharedLease
 from treadle.run.local import Generation, LocalParts, Outputs
@@ -113,7 +114,8 @@ async def _train(session: Session, recipe_name: str) -> None:
             sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
             transport = InprocTransport(model, model, manager.engine.set_version)
             transport.push(schedule.start_rollout_id)
-            generation = Generation(manager, source, scorer, transport, sets)
+            keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
+            generation = Generation(manager, source, scorer, transport, sets, keep)
             lease = SharedLease(manager.engine)
         parts = LocalParts(config, schedule, outputs, generation, trainer)
         progress.start(schedule.num_rollout, schedule.start_rollout_id)

@@ -57,6 +57,7 @@ class Batch:
     loss_weights: Float[Tensor, " T"] | None = _per_token(optional=True)  # of each token in the reduction
     old_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
     ref_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
+    correction: Float[Tensor, " T"] | None = _per_token(optional=True)  # factor on the policy loss
     values: Float[Tensor, " T"] | None = _per_token(optional=True)  # the critic's, before the step
     returns: Float[Tensor, " T"] | None = _per_token(optional=True)  # what the critic should have said
 
@@ -72,6 +73,12 @@ class Batch:
     def sample_index(self) -> Int[Tensor, " T"]:
         """Which sample each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.lengths.device), self.lengths)
+
+    @property
+    def trained_lengths(self) -> Int[Tensor, " S"]:
+        """Trained tokens of each sample."""
+        lengths = torch.zeros(len(self), dtype=torch.int64, device=self.lengths.device)
+        return lengths.index_add_(0, self.sample_index, self.loss_mask.long())
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The samples at `indices`, in that order."""

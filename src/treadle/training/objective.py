@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -16,9 +15,11 @@ from treadle.algorithms.advantages import (
     compute_advantages,
     find_estimator,
 )
+from treadle.algorithms.corrections import correct, find_correction
 from treadle.algorithms.kl import k3, kl_per_token
-from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, find_policy_loss
+from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, find_policy_loss, opsm_mask
 from treadle.algorithms.reduce import Denominators, Mode, token_weights, trajectory_tokens
+from treadle.algorithms.shaping import overlong_penalty
 from treadle.config import AlgorithmSection
 from treadle.training.batch import Batch
 
@@ -30,6 +31,7 @@ class Objective:
     section: AlgorithmSection
     estimator: Estimator
     policy_loss_fn: PolicyLossFn
+    max_response_len: int
 
     @property
     def entropy_coef(self) -> float:
@@ -47,7 +49,7 @@ class Objective:
     @property
     def needs_old_logprobs(self) -> bool:
         """True where something reads the policy's logprobs before the first step (more than one step does as well)."""
-        return self.section.kl_coef > 0
+        return self.section.kl_coef > 0 or self.section.rollout_correction is not None
 
     @property
     def only_advantages(self) -> bool:
@@ -59,6 +61,31 @@ class Objective:
         """True where the estimator reads a critic."""
         return self.estimator.needs_values
 
+    def correction(self, batch: Batch) -> Float[Tensor, " T"] | None:
+        """Factor on the policy loss of each token, of a whole rollout; None where there is no correction."""
+        name = self.section.rollout_correction
+        if name is None:
+            return None
+        assert batch.old_logprobs is not None
+        usual = find_correction(name)
+        low, high = self.section.correction_low, self.section.correction_high
+        settings = replace(
+            usual,
+            low=usual.low if low is None else low,
+            high=usual.high if high is None else high,
+            veto_below=self.section.correction_veto,
+        )
+        found = correct(batch.old_logprobs, batch.rollout_logprobs, batch.sample_index, settings, batch.loss_mask)
+        return found.weights
+
+    def rewards(self, batch: Batch) -> Float[Tensor, " S"]:
+        """The rewards advantages are made of: as scored, less the penalty of an overlong response."""
+        buffer = self.section.overlong_buffer_len
+        if buffer is None:
+            return batch.rewards
+        factor = self.section.overlong_penalty_factor
+        return batch.rewards + overlong_penalty(batch.trained_lengths, self.max_response_len, buffer, factor)
+
     def advantages(self, batch: Batch) -> Advantages:
         """Advantages and returns of a whole rollout, each float32 [T], 0 on untrained tokens."""
         section = self.section
@@ -68,7 +95,7 @@ class Objective:
             assert batch.ref_logprobs is not None
             kl = kl_per_token("k1", batch.old_logprobs, batch.ref_logprobs)
         inputs = AdvantageInputs(
-            rewards=batch.rewards,
+            rewards=self.rewards(batch),
             group_ids=batch.group_ids,
             sample_index=batch.sample_index,
             mask=batch.loss_mask,
@@ -93,7 +120,7 @@ class Objective:
             mode = Mode.PER_TOKEN
         elif section.loss_length_divisor is not None:
             mode = Mode.CONSTANT
-        lengths = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sample_index, batch.loss_mask.long())
+        lengths = batch.trained_lengths
         denominators = Denominators(
             mode=mode,
             batch_size=global_batch_size,
@@ -113,22 +140,25 @@ class Objective:
     ) -> PolicyLoss:
         """Policy loss per trained token."""
         section = self.section
-        return self.policy_loss_fn(
-            PolicyLossInputs(
-                logprobs,
-                old_logprobs,
-                advantages,
-                sample_index,
-                num_samples=num_samples,
-                eps_clip=section.eps_clip,
-                eps_clip_high=section.eps_clip_high,
-                eps_clip_c=section.eps_clip_c,
-            )
+        inputs = PolicyLossInputs(
+            logprobs,
+            old_logprobs,
+            advantages,
+            sample_index,
+            num_samples=num_samples,
+            eps_clip=section.eps_clip,
+            eps_clip_high=section.eps_clip_high,
+            eps_clip_c=section.eps_clip_c,
         )
+        result = self.policy_loss_fn(inputs)
+        if section.opsm_delta is None:
+            return result
+        return replace(result, loss=result.loss * opsm_mask(inputs, section.opsm_delta))
 
-    def kl(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    def kl(self, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         """KL per trained token by the configured estimator, with gradient."""
-        return kl_per_token(self.section.kl_loss_type, logprobs, ref_logprobs)
+        old = old_logprobs if self.section.use_unbiased_kl else None
+        return kl_per_token(self.section.kl_loss_type, logprobs, ref_logprobs, old)
 
     @staticmethod
     def measured_kl(logprobs: Tensor, other: Tensor) -> Tensor:
@@ -136,7 +166,9 @@ class Objective:
         return k3(logprobs, other)
 
 
-def build_objective(section: AlgorithmSection) -> Objective:
+def build_objective(section: AlgorithmSection, max_response_len: int) -> Objective:
     """Resolve the names of the algorithm section; raises `ConfigError` for an unknown one."""
     estimator = find_estimator(section.advantage_estimator)
-    return Objective(section, estimator, find_policy_loss(estimator.policy_loss))
+    return Objective(
+        section, estimator, find_policy_loss(section.policy_loss or estimator.policy_loss), max_response_len
+    )

@@ -36,6 +36,7 @@ class MicroBatchResult:
     clipped: Bool[Tensor, " K"]
     advantages: Float[Tensor, " K"]
     kl: Float[Tensor, " K"]
+    correction: Float[Tensor, " K"] | None
     rollout_gap: Float[Tensor, " K"]  # trainer's logprob before the step minus the engine's
 
 
@@ -78,14 +79,15 @@ def micro_batch_loss(
     rollout = batch.rollout_logprobs[at]
     advantages, weights = batch.advantages[at], batch.loss_weights[at]
     policy = objective.policy_loss(logprobs, old, advantages, packed.sample_index, len(batch))
-    policy_loss = (policy.loss * weights).sum()
+    per_token = policy.loss if batch.correction is None else policy.loss * batch.correction[at]
+    policy_loss = (per_token * weights).sum()
     loss = policy_loss
     kl_loss = 0.0
     if objective.entropy_coef:
         loss = loss - objective.entropy_coef * (entropy * weights).sum()
     if objective.kl_loss_coef:
         assert ref is not None
-        term = (objective.kl(logprobs, ref) * weights).sum()
+        term = (objective.kl(logprobs, ref, old) * weights).sum()
         loss = loss + objective.kl_loss_coef * term
         kl_loss = float(term.detach())
     return MicroBatchResult(
@@ -97,6 +99,7 @@ def micro_batch_loss(
         clipped=policy.clipped,
         advantages=advantages,
         kl=objective.measured_kl(now, rollout if ref is None else ref),
+        correction=None if batch.correction is None else batch.correction[at],
         rollout_gap=old - rollout,
     )
 
@@ -109,7 +112,9 @@ def micro_batch_metrics(result: MicroBatchResult) -> list[Metric]:
         return metric(name, float(values.double().mean()), count)
 
     gap = result.rollout_gap
+    correction = [] if result.correction is None else _correction_metrics(result.correction)
     return [
+        *correction,
         mean("train/entropy", result.entropy),
         mean("train/kl", result.kl),
         mean("train/clip_fraction", result.clipped.float()),
@@ -120,4 +125,12 @@ def micro_batch_metrics(result: MicroBatchResult) -> list[Metric]:
         mean("train/rollout_logprob_abs_diff", gap.abs()),
         metric("train/rollout_logprob_abs_diff_max", float(gap.abs().max())),
         mean("train/rollout_kl", torch.expm1(gap) - gap),
+    ]
+
+
+def _correction_metrics(correction: Tensor) -> list[Metric]:
+    count = correction.shape[0]
+    return [
+        metric("train/correction_mean", float(correction.mean()), count),
+        metric("train/correction_dropped_fraction", float((correction == 0).float().mean()), count),
     ]

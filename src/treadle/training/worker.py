@@ -47,7 +47,7 @@ class Trainer:
         self.critic = critic
         self.model, self.config, self.arithmetic, self.reference, self.warn = model, config, arithmetic, reference, warn
         self.micro_batches = MicroBatches(config.train, next(model.parameters()).device)
-        self.objective: Objective = build_objective(config.algorithm)
+        self.objective: Objective = build_objective(config.algorithm, config.rollout.rollout_max_response_len)
         assert not self.objective.needs_reference or reference is not None, "the objective needs a reference model"
         assert self.objective.needs_values == (critic is not None), "a critic is given exactly where values are needed"
         self.optimizer = MasterOptimizer(model, config.optim, total_steps)
@@ -71,12 +71,17 @@ class Trainer:
         if len(batch):
             batch = self._score(batch)
             found = self.objective.advantages(batch)
-            batch = replace(batch, advantages=found.advantages, returns=found.returns)
+            batch = replace(
+                batch, advantages=found.advantages, returns=found.returns, correction=self.objective.correction(batch)
+            )
         else:
             batch = replace(batch, advantages=torch.zeros(0))
         before = self.optimizer.num_steps
+        masked = self._masked(samples)
+        if any(masked):
+            metrics.append(metric("rollout/dropped/truncated", sum(masked)))
         for step in range(self.arithmetic.num_steps_per_rollout):
-            part = batch.select([i for i, of in enumerate(steps) if of == step])
+            part = batch.select([i for i, of in enumerate(steps) if of == step and not masked[i]])
             part = replace(part, loss_weights=self.objective.loss_weights(part, self.arithmetic.global_batch_size))
             if self.critic is not None:
                 metrics += self.critic.step(part)
@@ -108,6 +113,11 @@ class Trainer:
             kept.append(sample)
             steps.append(place * self.arithmetic.num_steps_per_rollout // len(samples))
         return kept, steps, [metric(f"rollout/dropped/{reason}", count) for reason, count in sorted(dropped.items())]
+
+    def _masked(self, samples: Sequence[Sample]) -> list[bool]:
+        """True for samples that count in their group's statistics and not in the loss: truncated ones, if so asked."""
+        asked = self.config.algorithm.mask_truncated
+        return [asked and sample.status is Status.TRUNCATED for sample in samples]
 
     def _score(self, batch: Batch) -> Batch:
         """Add the logprobs the objective needs, and only those."""

@@ -117,6 +117,9 @@ def test_batch_of_samples():
         "loss_weights",
         "old_logprobs",
         "ref_logprobs",
+        "correction",
+        "values",
+        "returns",
     ]
 
 

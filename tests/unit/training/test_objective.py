@@ -24,7 +24,7 @@ BATCH = Batch(
 
 
 def objective(**fields):
-    return build_objective(AlgorithmSection(**fields))
+    return build_objective(AlgorithmSection(**fields), 64)
 
 
 def trained(values: torch.Tensor) -> list[float]:
@@ -56,8 +56,10 @@ def test_samples_of_one_trajectory_share_its_length():
 def test_grpo_advantages():
     # Group 5: (1, 0), mean 1/2, std √½; group 8: (2, 4), mean 3, std √2.
     root = 2**-0.5
-    assert trained(objective().advantages(BATCH)) == pytest.approx([root] * 2 + [-root] * 3 + [-root], abs=1e-5)
-    plain = objective(grpo_std_normalization=False).advantages(BATCH)
+    assert trained(objective().advantages(BATCH).advantages) == pytest.approx(
+        [root] * 2 + [-root] * 3 + [-root], abs=1e-5
+    )
+    plain = objective(grpo_std_normalization=False).advantages(BATCH).advantages
     assert trained(plain) == pytest.approx([0.5] * 2 + [-0.5] * 3 + [-1.0])
 
 
@@ -66,7 +68,7 @@ def test_kl_in_the_reward_reads_old_and_reference_logprobs():
     fields = {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.2}
     values = torch.tensor([0.5] * 2 + [-0.5] * 3 + [-1.0]) - 0.2 * 0.5
     whitened = (values - values.mean()) / values.std()
-    assert trained(objective(**fields).advantages(batch)) == pytest.approx(whitened.tolist(), abs=1e-5)
+    assert trained(objective(**fields).advantages(batch).advantages) == pytest.approx(whitened.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""Corrections, penalties and masks of the objective, through the trainer: what they change and what they leave alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from treadle.config import AlgorithmSection
+from treadle.config.names import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from treadle.training.batch import batch_of
+from treadle.training.objective import build_objective
+from treadle.types import Status
+
+
+def flat(groups):
+    return [s for g in groups for s in g.samples]
+
+
+def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
+    from treadle import algorithms
+
+    assert set(POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
+    assert set(CORRECTIONS) == set(algorithms.CORRECTIONS)
+    assert set(KL_ESTIMATORS) == set(algorithms.KL_ESTIMATORS)
+    for name, traits in ADVANTAGE_ESTIMATORS.items():
+        rule = algorithms.ESTIMATORS[name]
+        assert (rule.needs_group, rule.per_token_reward, rule.uses_gamma, rule.needs_values, rule.whitens) == (
+            traits.compares_group,
+            traits.uses_kl_coef,
+            traits.uses_gamma,
+            traits.uses_critic,
+            traits.whitens,
+        ), name
+
+
+def test_a_correction_of_equal_logprobs_changes_nothing(make_trainer, make_groups) -> None:
+    plain, corrected = make_trainer(), make_trainer(rollout_correction="tis")
+    groups = make_groups()
+    batch = batch_of(flat(groups))
+    own = plain.logprobs(batch, plain.model)
+    parts = torch.split(own, batch.lengths.tolist())
+    samples = iter(parts)
+    groups = [
+        replace(g, samples=tuple(replace(s, rollout_logprobs=next(samples).numpy()) for s in g.samples)) for g in groups
+    ]
+    plain.train(groups)
+    metrics = {m.name: m.value for m in corrected.train(groups)}
+    assert metrics["train/correction_mean"] == pytest.approx(1.0, abs=1e-5)
+    for name, weight in plain.model.named_parameters():
+        torch.testing.assert_close(corrected.model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
+
+
+def test_correction_weights_by_hand(make_groups) -> None:
+    """w = exp(old - rollout): tis clips it to [0, 2], icepop drops what is outside its bounds, a veto drops the sample."""
+    batch = batch_of(flat(make_groups((2,), rewards=[[0.0, 1.0]])))
+    trained = batch.loss_mask
+    drift = torch.where(trained, torch.linspace(-2, 1, len(trained)), 0.0)
+    batch = replace(batch, old_logprobs=batch.rollout_logprobs + drift)
+    w = torch.where(trained, drift.exp(), 0.0)
+
+    def weights(**fields):
+        return build_objective(AlgorithmSection(**fields), 64).correction(batch)
+
+    torch.testing.assert_close(weights(rollout_correction="tis"), w.clamp(max=2.0), atol=1e-5, rtol=1e-5)
+    inside = (w >= 0.9) & (w <= 1.5)
+    found = weights(rollout_correction="icepop", correction_low=0.9, correction_high=1.5)
+    torch.testing.assert_close(found, torch.where(inside, w, 0.0), atol=1e-5, rtol=1e-5)
+    lowest = [w[trained & (batch.sample_index == i)].min() for i in (0, 1)]
+    threshold = float(sum(lowest) / 2)
+    found = weights(rollout_correction="tis", correction_veto=threshold)
+    for i in (0, 1):
+        own = trained & (batch.sample_index == i)
+        assert bool((found[own] == 0).all()) == bool(lowest[i] < threshold)
+    assert weights() is None
+
+
+def test_the_overlong_penalty_is_taken_off_the_reward_before_advantages(make_groups) -> None:
+    """A buffer of 4 before a limit of 8: lengths 4, 6, 8, 9 cost 0, 0.25, 0.5, 0.5 at factor 0.5."""
+    groups = make_groups((4,), response_lengths=(4, 4), rewards=[[1.0] * 4])
+    longer = make_groups((4,), response_lengths=(9, 9), rewards=[[1.0] * 4])[0]
+    samples = []
+    for sample, length in zip(longer.samples, (4, 6, 8, 9), strict=True):
+        end = len(sample.token_ids) - 9 + length
+        cut = {k: getattr(sample, k)[:end] for k in ("token_ids", "loss_mask", "rollout_logprobs", "weight_versions")}
+        samples.append(replace(sample, **cut))
+    batch = batch_of(samples)
+    objective = build_objective(AlgorithmSection(overlong_buffer_len=4, overlong_penalty_factor=0.5), 8)
+    assert objective.rewards(batch).tolist() == [1.0, 0.75, 0.5, 0.5]
+    assert objective.advantages(batch).shaped[0] > 0 > objective.advantages(batch).shaped[3]
+    assert build_objective(AlgorithmSection(), 8).rewards(batch) is batch.rewards
+    assert len(groups) == 1
+
+
+def test_masked_truncated_samples_count_in_their_group_and_not_in_the_loss(make_trainer, make_groups) -> None:
+    """The same update as with the truncated sample's loss set to zero by hand: other samples keep their advantages."""
+    groups = make_groups((3, 3), rewards=[[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]])
+    cut = [replace(g, samples=(replace(g.samples[0], status=Status.TRUNCATED), *g.samples[1:])) for g in groups]
+    masked = make_trainer(mask_truncated=True)
+    metrics = masked.train(cut)
+    assert sum(m.value for m in metrics if m.name == "rollout/dropped/truncated") == 2
+    whole = make_trainer()
+    batch = batch_of(flat(groups))
+    batch = replace(batch, advantages=whole.objective.advantages(batch).advantages)
+    part = batch.select([1, 2, 4, 5])
+    whole._step(replace(part, loss_weights=whole.objective.loss_weights(part, whole.arithmetic.global_batch_size)))
+    for name, weight in whole.model.named_parameters():
+        torch.testing.assert_close(masked.model.get_parameter(name), weight, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_every_policy_loss_takes_a_step_and_starts_at_ratio_one(make_trainer, make_groups, loss) -> None:
+    trainer = make_trainer(policy_loss=loss)
+    before = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    metrics = {m.name: m.value for m in trainer.train(make_groups(rewards=[[1, 0, 0], [0, 1], [1, 0, 1, 0]]))}
+    assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/clip_fraction"] == 0
+    assert any((before[n] != p).any() for n, p in trainer.model.named_parameters())
+
+
+def test_drifted_samples_with_a_negative_advantage_are_dropped(make_trainer, make_groups) -> None:
+    """opsm with a tiny threshold, in the second step of a rollout: only what drifted down with A < 0 loses its loss."""
+    objective = make_trainer(opsm_delta=0.1).objective
+    now = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    old = torch.tensor([-0.5, -0.5, -0.5, -0.5])  # drifted by 0.5 nats a token
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    found = objective.policy_loss(now, old, advantages, torch.tensor([0, 0, 1, 1]), 2).loss
+    assert (found[:2] != 0).all()
+    assert (found[2:] == 0).all()
+    near = objective.policy_loss(now, now + 0.05, advantages, torch.tensor([0, 0, 1, 1]), 2).loss
+    assert (near != 0).all()
+
+
+def test_an_unbiased_kl_is_the_plain_one_times_the_ratio() -> None:
+    logprobs, ref, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), torch.tensor([-1.2, -2.5])
+    fields = {"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": "k3"}
+    plain = build_objective(AlgorithmSection(**fields), 64).kl(logprobs, ref, old)
+    unbiased = build_objective(AlgorithmSection(**fields, use_unbiased_kl=True), 64).kl(logprobs, ref, old)
+    torch.testing.assert_close(unbiased, plain * (logprobs - old).exp())
