@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from treadle.config import load_config
@@ -95,14 +96,18 @@ def test_eval_and_export_take_a_checkpoint(toy_flags: list[str], tmp_path: Path,
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path / "run"
-    run(toy_flags, "--num-rollout", "3", "--save", str(tmp_path / "saves"), "--run-dir", str(folder))
-    out = export(tmp_path / "saves", tmp_path / "exported", "float32")
+    run(toy_flags, "--num-rollout", "3", "--save-interval", "3", "--run-dir", str(folder))
+    saves = folder / "checkpoints"
+    out = export(folder, tmp_path / "exported", "float32")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    saved = load_file(tmp_path / "saves/rollout_000003/model/model.safetensors")
+    saved = load_file(saves / "rollout_000003/model/model.safetensors")
     assert all((saved[name] == p).all() for name, p in model.named_parameters())
+    for source in (saves, saves / "rollout_000003", saves / "rollout_000003" / "model", out):
+        half = export(source, tmp_path / f"half of {source.name}", "bfloat16")
+        assert next(iter(load_file(half / "model.safetensors").values())).dtype == torch.bfloat16
     assert model.generate(**tokenizer("say 1", return_tensors="pt"), max_new_tokens=3).shape[1] == 8
     data = toy_flags[toy_flags.index("--prompt-data") + 1]
-    flags = [*toy_flags, "--load", str(tmp_path / "saves"), "--eval-prompt-data", f"toy={data}"]
+    flags = [*toy_flags, "--load", str(saves), "--eval-prompt-data", f"toy={data}"]
     evaluate(load_config(None, [*flags, "--run-dir", str(tmp_path / "eval")]), "toy")
     (row,) = read_rows(tmp_path / "eval")
     assert row["rollout_id"] == 3

@@ -17,7 +17,9 @@ def export_model(source: Path, out: Path, dtype: str) -> Path:
     folder that is not empty, `ModelError` where there is no whole model; nothing is left behind then.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is unknown; choose {' or '.join(DTYPES)}")
     if not (source / "config.json").is_file():

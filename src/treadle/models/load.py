@@ -53,6 +53,12 @@ def _matmul_seconds(dtype: torch.dtype) -> float:
     return best
 
 
+def is_model_folder(path: Path) -> bool:
+    """True where a config.json says what model this is; a run's and a checkpoint's own config.json do not."""
+    file = path / "config.json"
+    return file.is_file() and "model_type" in json.loads(file.read_text())
+
+
 def load_config(path: str) -> PretrainedConfig:
     """Read a model's config.json; raises `ModelError` with the path where it can't be read."""
     from transformers import AutoConfig
@@ -111,7 +117,9 @@ def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
     Files may name weights otherwise (fused experts, say): transformers knows how, so it reads them.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except Exception as error:

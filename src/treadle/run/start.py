@@ -17,6 +17,7 @@ from treadle.data import PromptSource
 from treadle.errors import ConfigError
 from treadle.models.bundled import resolve
 from treadle.models.export import export_model
+from treadle.models.load import is_model_folder
 from treadle.observe.curve import draw_curve
 from treadle.observe.metric_lines import read_metrics
 from treadle.observe.progress import Progress
@@ -75,7 +76,7 @@ def export(checkpoint: Path, out: Path, dtype: str, warn: Callable[[str], None] 
 
     `warn` hears of damaged checkpoints that are passed over.
     """
-    if (checkpoint / "config.json").is_file() and not (checkpoint / "model").is_dir():
+    if is_model_folder(checkpoint):
         return export_model(checkpoint, out, dtype)  # a model folder already: another dtype is asked for
     return export_model(find_checkpoint(checkpoint, warn).path / "model", out, dtype)
 
