@@ -194,6 +194,7 @@ def make_trainer(tiny_model_dir: Path) -> Callable[..., Trainer]:
     from treadle.config import batch_arithmetic
     from treadle.models.load import load_model
     from treadle.training.objective import build_objective
+    from treadle.training.reference import Reference
     from treadle.training.worker import Trainer
 
     loaded = load_model(str(tiny_model_dir), torch.float32, torch.device("cpu"))
@@ -204,10 +205,11 @@ def make_trainer(tiny_model_dir: Path) -> Callable[..., Trainer]:
         config = _make_config(**{"adam_eps": 1.0, "lr": 1.0, "clip_grad": 1e9, **fields})
         reference = None
         if build_objective(config.algorithm, 64).needs_reference:
-            reference = copy.deepcopy(loaded).requires_grad_(False)
+            other = copy.deepcopy(loaded).requires_grad_(False)
             generator = torch.Generator().manual_seed(0)
-            for param in reference.parameters():
+            for param in other.parameters():
                 param.add_(torch.randn(param.shape, generator=generator), alpha=reference_noise)
+            reference = Reference(other, config.algorithm)
         return Trainer(copy.deepcopy(loaded), config, batch_arithmetic(config), total_steps, reference, warn)
 
     return make

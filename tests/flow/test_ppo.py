@@ -77,3 +77,13 @@ def test_a_resumed_ppo_run_ends_with_the_same_bytes(toy_flags: list[str], tmp_pa
 def test_critic_settings_that_do_nothing_are_refused(toy_flags: list[str], flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(load_config(None, [*toy_flags, "--num-rollout", "5", *flags]), "ppo")
+
+
+def test_a_moving_reference_is_resumed_with_the_run(toy_flags: list[str], tmp_path: Path) -> None:
+    flags = [*toy_flags, "--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-ema-decay", "0.5", "--save-interval", "1"]
+    for name, parts in (("whole", [("4",)]), ("again", [("2",), ("4", "--load", str(tmp_path / "again"))])):
+        for part in parts:
+            train(load_config(None, [*flags, "--run-dir", str(tmp_path / name), "--num-rollout", *part]), "ema")
+    for file in ("model/model.safetensors", "optimizer.safetensors", "reference.safetensors"):
+        one, other = (tmp_path / name / "checkpoints" / "rollout_000004" / file for name in ("whole", "again"))
+        assert one.read_bytes() == other.read_bytes(), file

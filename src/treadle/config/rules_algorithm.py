@@ -13,7 +13,9 @@ from treadle.errors import ConfigError
 
 
 def _estimator(config: Config) -> tuple[str, Estimator] | None:
-    """The estimator's name and traits; None where the name is unknown, which is a finding of its own."""
+    """The estimator's name and traits; None for a user's own, or a name that is unknown (a finding of its own)."""
+    if config.algorithm.custom_advantage_path is not None:
+        return None
     name = config.algorithm.advantage_estimator
     traits = ADVANTAGE_ESTIMATORS.get(name)
     return None if traits is None else (name, traits)
@@ -141,6 +143,25 @@ def correction_settings_are_used(config: Config) -> Iterator[Finding]:
     low, high = algorithm.correction_low, algorithm.correction_high
     if low is not None and high is not None and low > high:
         yield fault(f"correction_low = {low} is more than correction_high = {high}")
+
+
+def own_functions_stand_alone(config: Config) -> Iterator[Finding]:
+    algorithm = config.algorithm
+    if algorithm.custom_advantage_path is not None and algorithm.advantage_estimator != "grpo":
+        yield fault(
+            f"advantage_estimator = {algorithm.advantage_estimator} and custom_advantage_path are both given; keep one"
+        )
+    if algorithm.custom_loss_path is not None and algorithm.policy_loss is not None:
+        yield fault(f"policy_loss = {algorithm.policy_loss} and custom_loss_path are both given; keep one")
+
+
+def reference_follows_one_way(config: Config) -> Iterator[Finding]:
+    algorithm = config.algorithm
+    interval, decay = algorithm.ref_update_interval, algorithm.ref_ema_decay
+    if interval is not None and decay is not None:
+        yield fault(f"ref_update_interval = {interval} and ref_ema_decay = {decay} are both given; keep one")
+    if (interval or decay) and not algorithm.use_kl_loss and algorithm.kl_coef == 0:
+        yield fault("ref_update_interval and ref_ema_decay do nothing without a reference: set use_kl_loss or kl_coef")
 
 
 def unbiased_kl_is_used(config: Config) -> Iterator[Finding]:
@@ -293,6 +314,8 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     whitening_is_not_repeated,
     loss_and_correction_are_known,
     correction_settings_are_used,
+    own_functions_stand_alone,
+    reference_follows_one_way,
     unbiased_kl_is_used,
     overlong_penalty_is_used,
     critic_is_used,

@@ -168,6 +168,19 @@ class AlgorithmSection(Section):
     eps_clip_c: float | None = Field(
         None, gt=1, description="Dual clip: bound of the loss where the advantage is negative."
     )
+    custom_advantage_path: str | None = Field(
+        None,
+        description="Your own advantages, `file.py:object`: a function of AdvantageInputs and settings, or an Estimator.",
+    )
+    custom_loss_path: str | None = Field(
+        None, description="Your own policy loss, `file.py:function`: PolicyLossInputs to PolicyLoss."
+    )
+    ref_update_interval: int | None = Field(
+        None, ge=1, description="Set the reference model to the policy every this many rollouts."
+    )
+    ref_ema_decay: float | None = Field(
+        None, gt=0, lt=1, description="Let the reference model follow the policy as a moving average, once a rollout."
+    )
     policy_loss: str | None = Field(
         None, description="ppo, gspo, gmpo, cispo, sapo or dppo_tv; the one the estimator is used with where not given."
     )

@@ -22,6 +22,7 @@ from treadle.rollout.rewards import RewardScorer, build_scorer
 from treadle.run.evaluate import EvalSet, eval_sampling
 from treadle.training.critic import Critic
 from treadle.training.objective import build_objective
+from treadle.training.reference import Reference
 from treadle.training.worker import Trainer
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def build_trainer(config: Config, model: PreTrainedModel, num_rollout: int, prog
     objective = build_objective(config.algorithm, config.rollout.rollout_max_response_len)
     if objective.needs_reference:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
-        reference = load_policy(config, path, trainable=False)
+        reference = Reference(load_policy(config, path, trainable=False), config.algorithm)
     total_steps = num_rollout * arithmetic.num_steps_per_rollout
     critic = None
     if objective.needs_values:

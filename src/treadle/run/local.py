@@ -222,7 +222,7 @@ class LocalParts:
             self.out.checkpoints,
             done,
             write_model=write_model,
-            write_critic=trainer.write_critic,
+            write_rest=trainer.write_rest,
             optimizer=trainer.optimizer.state_tensors(),
             state=state,
             config=self.config.model_dump(mode="json"),

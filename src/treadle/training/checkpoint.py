@@ -3,6 +3,7 @@
     <save>/rollout_000012/
         model/                 a Hugging Face folder with the float32 master weights
         critic/                the same of a critic, with its value head and optimizer, where there is one
+        reference.safetensors  a reference model's weights, where they move
         optimizer.safetensors  AdamW state by parameter name
         state.json             where the run stands: everything else that resuming needs
         config.json            the resolved configuration
@@ -56,7 +57,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int | None = None,
-    write_critic: Callable[[Path], None] | None = None,
+    write_rest: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write a checkpoint that resumes at `rollout_id`, then move `latest` and delete all but `keep` newest.
 
@@ -74,8 +75,8 @@ def save_checkpoint(
             shutil.rmtree(left, ignore_errors=True)
         work.mkdir()
         write_model(work / "model")
-        if write_critic is not None:
-            write_critic(work / "critic")
+        if write_rest is not None:
+            write_rest(work)
         save_file({key: value.contiguous() for key, value in optimizer.items()}, work / "optimizer.safetensors")
         (work / "state.json").write_text(json.dumps({"rollout_id": rollout_id, **state}))
         (work / "config.json").write_text(json.dumps(config, indent=2))

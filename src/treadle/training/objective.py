@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -12,15 +14,19 @@ from treadle.algorithms.advantages import (
     Advantages,
     AdvantageSettings,
     Estimator,
+    broadcast,
     compute_advantages,
     find_estimator,
 )
+from treadle.algorithms.contract import check_advantage, check_policy_loss
 from treadle.algorithms.corrections import correct, find_correction
 from treadle.algorithms.kl import k3, kl_per_token
 from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, find_policy_loss, opsm_mask
 from treadle.algorithms.reduce import Denominators, Mode, token_weights, trajectory_tokens
 from treadle.algorithms.shaping import overlong_penalty
 from treadle.config import AlgorithmSection
+from treadle.errors import ConfigError
+from treadle.registry import resolve
 from treadle.training.batch import Batch
 
 
@@ -168,7 +174,34 @@ class Objective:
 
 def build_objective(section: AlgorithmSection, max_response_len: int) -> Objective:
     """Resolve the names of the algorithm section; raises `ConfigError` for an unknown one."""
-    estimator = find_estimator(section.advantage_estimator)
-    return Objective(
-        section, estimator, find_policy_loss(section.policy_loss or estimator.policy_loss), max_response_len
-    )
+    estimator = _estimator(section)
+    return Objective(section, estimator, _policy_loss(section, estimator), max_response_len)
+
+
+def _estimator(section: AlgorithmSection) -> Estimator:
+    """The named estimator, or the user's, checked against the contract of estimators."""
+    path = section.custom_advantage_path
+    if path is None:
+        return find_estimator(section.advantage_estimator)
+    found: Any = resolve("advantage", path, {})
+    rule = found if isinstance(found, Estimator) else Estimator(path, found, broadcast, "custom_advantage_path")
+    _hold_to_contract("custom_advantage_path", path, lambda: check_advantage(rule))
+    return rule
+
+
+def _policy_loss(section: AlgorithmSection, estimator: Estimator) -> PolicyLossFn:
+    """The named policy loss, or the user's, checked against the contract of policy losses."""
+    path = section.custom_loss_path
+    if path is None:
+        return find_policy_loss(section.policy_loss or estimator.policy_loss)
+    found: Any = resolve("policy loss", path, {})
+    _hold_to_contract("custom_loss_path", path, lambda: check_policy_loss(found))
+    return found
+
+
+def _hold_to_contract(field: str, path: str, check: Callable[[], None]) -> None:
+    try:
+        check()
+    except Exception as error:  # the user's code may raise anything
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise ConfigError(f"{field} {path!r} does not do what the trainer relies on: {reason}") from error

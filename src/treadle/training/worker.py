@@ -17,10 +17,12 @@ from treadle.metrics import Metric, metric
 from treadle.models.load import load_parameters, save_model
 from treadle.training.batch import Batch, batch_of
 from treadle.training.checkpoint import Checkpoint, check_same_model
+from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.critic import Critic
 from treadle.training.micro_batches import MicroBatches
 from treadle.training.objective import Objective, build_objective
 from treadle.training.optim import MasterOptimizer
+from treadle.training.reference import Reference
 from treadle.training.step import micro_batch_loss, micro_batch_metrics, packed_logprobs
 from treadle.types import Group, Sample, Status
 
@@ -40,7 +42,7 @@ class Trainer:
         config: Config,
         arithmetic: BatchArithmetic,
         total_steps: int,
-        reference: PreTrainedModel | None = None,
+        reference: Reference | None = None,
         warn: Callable[[str], None] = warnings.warn,
         critic: Critic | None = None,
     ):
@@ -87,6 +89,8 @@ class Trainer:
                 metrics += self.critic.step(part)
             if rollout_id >= self.config.critic.num_critic_only_steps:
                 metrics += self._step(part)
+        if self.reference is not None:
+            self.reference.follow(rollout_id + 1, self.optimizer.masters)
         seconds = time.perf_counter() - began
         metrics += [
             metric("train/seconds", seconds),
@@ -125,7 +129,7 @@ class Trainer:
             batch = replace(batch, old_logprobs=self.logprobs(batch, self.model))
         if self.objective.needs_reference:
             assert self.reference is not None
-            batch = replace(batch, ref_logprobs=self.logprobs(batch, self.reference))
+            batch = replace(batch, ref_logprobs=self.logprobs(batch, self.reference.model))
         if self.critic is not None:
             batch = replace(batch, values=self.critic.values(batch))
         return batch
@@ -184,10 +188,12 @@ class Trainer:
         """Write the master weights as a Hugging Face folder."""
         save_model(self.model, {name: p.detach() for name, p in self.optimizer.masters.items()}, folder)
 
-    def write_critic(self, folder: Path) -> None:
-        """Write the critic, where there is one."""
+    def write_rest(self, folder: Path) -> None:
+        """Write into a checkpoint folder what is not the policy: the critic, a reference that moves."""
         if self.critic is not None:
-            self.critic.write(folder)
+            self.critic.write(folder / CRITIC_FOLDER)
+        if self.reference is not None:
+            self.reference.write(folder)
 
     def state(self) -> dict[str, int]:
         """How many optimizer steps were taken: where the schedules stand."""
@@ -203,6 +209,8 @@ class Trainer:
         self.optimizer.num_steps = checkpoint.state["optimizer_steps"]
         if self.critic is not None:
             self.critic.load(checkpoint)
+        if self.reference is not None:
+            self.reference.load(checkpoint)
 
 
 def _reason_to_drop(sample: Sample) -> str:

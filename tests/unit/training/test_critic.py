@@ -136,7 +136,7 @@ def save(critic: Critic, folder: Path, model_dir: Path):
         optimizer={"step.x": torch.zeros(1)},
         state={"critic_steps": critic.optimizer.num_steps},
         config={},
-        write_critic=critic.write,
+        write_rest=lambda work: critic.write(work / "critic"),
     )
     return find_checkpoint(folder, print)
 

@@ -1,0 +1,68 @@
+"""The reference model that KL is measured against: fixed, refreshed now and then, or a moving average of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from treadle.config import AlgorithmSection
+from treadle.training.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FILE = "reference.safetensors"
+
+
+class Reference:
+    """A frozen model, and when it follows the policy.
+
+    With a moving average the weights are kept in float32 beside the model, for in bfloat16 small steps would be lost.
+    """
+
+    def __init__(self, model: PreTrainedModel, section: AlgorithmSection):
+        self.model = model
+        self.interval, self.decay = section.ref_update_interval, section.ref_ema_decay
+        self._weights: dict[str, Tensor] = {}
+        if self.decay is not None:
+            self._weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+
+    @property
+    def moves(self) -> bool:
+        """True where the reference changes over the run, so that a checkpoint must hold it."""
+        return self.interval is not None or self.decay is not None
+
+    @torch.no_grad()
+    def follow(self, rollouts_done: int, policy: Mapping[str, Tensor]) -> None:
+        """Called after each rollout with the policy's float32 weights: refresh or average when due."""
+        params = dict(self.model.named_parameters())
+        if self.decay is not None:
+            for name, weight in self._weights.items():
+                weight.lerp_(policy[name].to(weight.device), 1 - self.decay)
+                params[name].copy_(weight)
+        elif self.interval is not None and rollouts_done % self.interval == 0:
+            for name, param in params.items():
+                param.copy_(policy[name])
+
+    def write(self, folder: Path) -> None:
+        """Write the weights into a checkpoint that is being made, where they move."""
+        if self.moves:
+            weights = self._weights or {name: p.detach() for name, p in self.model.named_parameters()}
+            save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / FILE)
+
+    @torch.no_grad()
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Set the weights a checkpoint holds; one that holds none leaves the reference as it is."""
+        file = checkpoint.path / FILE
+        if not self.moves or not file.is_file():
+            return
+        saved = load_file(file)
+        for name, param in self.model.named_parameters():
+            param.copy_(saved[name])
+            if self._weights:
+                self._weights[name].copy_(saved[name])

@@ -1,0 +1,98 @@
+"""Advantages and losses of the user's own, by path: run when they hold to the contract, refused by one line when not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from treadle.config import AlgorithmSection
+from treadle.errors import ConfigError
+from treadle.training.objective import build_objective
+
+OWN = '''
+import torch
+from treadle.algorithms import ESTIMATORS, PolicyLoss
+
+
+def half_of_mean(inputs, settings):
+    """Reward minus half the mean reward of its group."""
+    unique, index = torch.unique(inputs.group_ids, return_inverse=True)
+    sums = torch.zeros(len(unique), dtype=inputs.rewards.dtype).index_add(0, index, inputs.rewards)
+    counts = torch.zeros_like(sums).index_add(0, index, torch.ones_like(inputs.rewards))
+    return inputs.rewards - 0.5 * (sums / counts)[index]
+
+
+same_as_rloo = ESTIMATORS["rloo"]
+
+
+def over_the_batch(inputs, settings):
+    return inputs.rewards - inputs.rewards.mean()
+
+
+def in_place(inputs, settings):
+    inputs.rewards.sub_(1)
+    return inputs.rewards
+
+
+def reinforce(inputs):
+    """-A · lp, with the ratio reported."""
+    mask = torch.ones_like(inputs.logprobs, dtype=torch.bool) if inputs.mask is None else inputs.mask
+    logprobs = torch.where(mask, inputs.logprobs, 0.0)
+    gap = torch.where(mask, inputs.logprobs - inputs.old_logprobs, 0.0)
+    loss = torch.where(mask, -inputs.advantages * logprobs, 0.0)
+    return PolicyLoss(loss, torch.zeros_like(mask), gap.detach().clamp(max=50).exp())
+
+
+def scalar(inputs):
+    return PolicyLoss(inputs.logprobs.sum(), inputs.logprobs > 0, inputs.logprobs)
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return lambda name: f"{file}:{name}"
+
+
+def test_own_advantages_are_what_the_trainer_uses(own, make_trainer, make_groups) -> None:
+    trainer = make_trainer(custom_advantage_path=own("half_of_mean"), skip_zero_advantage=False)
+    metrics = trainer.train(make_groups((2, 2), rewards=[[1.0, 0.0], [2.0, 2.0]], response_lengths=(3, 3)))
+    # 1 - ¼, 0 - ¼, 2 - 1, 2 - 1; all samples have three tokens
+    found = next(m.value for m in metrics if m.name == "train/advantage_mean")
+    assert found == pytest.approx((0.75 - 0.25 + 1.0 + 1.0) / 4)
+
+
+def test_an_estimator_object_may_be_given(own, make_trainer, make_groups) -> None:
+    trainers = [make_trainer(custom_advantage_path=own("same_as_rloo")), make_trainer(advantage_estimator="rloo")]
+    for trainer in trainers:
+        trainer.train(make_groups())
+    for name, weight in trainers[0].model.named_parameters():
+        assert torch.equal(trainers[1].model.get_parameter(name), weight)
+
+
+def test_an_own_loss_is_what_the_trainer_uses(own, make_trainer, make_groups) -> None:
+    """On policy, -A · lp has the gradient of PPO's loss: the weights after a step are the same."""
+    trainers = [make_trainer(custom_loss_path=own("reinforce")), make_trainer()]
+    for trainer in trainers:
+        trainer.train(make_groups())
+    for name, weight in trainers[0].model.named_parameters():
+        torch.testing.assert_close(trainers[1].model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"custom_advantage_path": "over_the_batch"}, "custom_advantage_path .*does not do what the trainer relies on"),
+        ({"custom_advantage_path": "in_place"}, "the input 'rewards' was changed in place"),
+        ({"custom_loss_path": "scalar"}, "custom_loss_path .*not one number per token"),
+        ({"custom_loss_path": "missing"}, "missing"),
+    ],
+)
+def test_what_breaks_the_contract_is_refused_before_anything_runs(own, fields, message) -> None:
+    ((field, name),) = fields.items()
+    with pytest.raises(ConfigError, match=message) as found:
+        build_objective(AlgorithmSection(**{field: own(name)}), 64)
+    assert "\n" not in str(found.value)
