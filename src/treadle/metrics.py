@@ -108,8 +108,8 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _m("train/rollout_logprob_abs_diff_max", "max", "Largest such gap.", "nats"),
     _m("train/rollout_kl", "mean", "KL estimate per token (k3) between the trainer's and the engine's policy.", "nats"),
-    _m("train/correction_mean", "mean", "Mean factor of the rollout correction on the policy loss."),
-    _m("train/correction_dropped_fraction", "mean", "Trained tokens the rollout correction dropped (factor 0)."),
+    _m("train/correction_mean", "mean", "Mean factor of correction and token selection on the policy loss."),
+    _m("train/correction_dropped_fraction", "mean", "Trained tokens that correction or selection dropped (factor 0)."),
     _m("train/num_tokens", "sum", "Trained tokens of the rollout.", "tokens"),
     _m("train/num_samples", "sum", "Samples the loss was taken over.", "samples"),
     _m(

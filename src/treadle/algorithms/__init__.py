@@ -50,6 +50,7 @@ from treadle.algorithms.reduce import (
     trajectory_tokens,
     weighted_sum,
 )
+from treadle.algorithms.selection import top_entropy_mask
 from treadle.algorithms.shaping import (
     RunningMoments,
     clip_rewards,
@@ -101,6 +102,7 @@ __all__ = [
     "sample_means",
     "sft",
     "token_weights",
+    "top_entropy_mask",
     "trained_tokens",
     "trajectory_tokens",
     "update_kl_coef",

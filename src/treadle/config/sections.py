@@ -203,6 +203,9 @@ class AlgorithmSection(Section):
     opsm_delta: float | None = Field(
         None, gt=0, description="Drop samples with a negative advantage that drifted further than this (nats a token)."
     )
+    top_entropy_fraction: float | None = Field(
+        None, gt=0, le=1, description="Train only on this fraction of the tokens, those with the highest entropy."
+    )
     mask_truncated: bool = Field(False, description="Leave samples that ran into the length limit out of the loss.")
     overlong_buffer_len: int | None = Field(
         None, ge=1, description="DAPO's soft penalty: the last this many tokens before the limit cost reward."

@@ -57,6 +57,7 @@ class Batch:
     loss_weights: Float[Tensor, " T"] | None = _per_token(optional=True)  # of each token in the reduction
     old_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
     ref_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
+    entropy: Float[Tensor, " T"] | None = _per_token(optional=True)  # the policy's, before the step
     correction: Float[Tensor, " T"] | None = _per_token(optional=True)  # factor on the policy loss
     values: Float[Tensor, " T"] | None = _per_token(optional=True)  # the critic's, before the step
     returns: Float[Tensor, " T"] | None = _per_token(optional=True)  # what the critic should have said

@@ -23,6 +23,7 @@ from treadle.algorithms.corrections import correct, find_correction
 from treadle.algorithms.kl import k3, kl_per_token
 from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, find_policy_loss, opsm_mask
 from treadle.algorithms.reduce import Denominators, Mode, token_weights, trajectory_tokens
+from treadle.algorithms.selection import top_entropy_mask
 from treadle.algorithms.shaping import overlong_penalty
 from treadle.config import AlgorithmSection
 from treadle.errors import ConfigError
@@ -58,6 +59,11 @@ class Objective:
         return self.section.kl_coef > 0 or self.section.rollout_correction is not None
 
     @property
+    def needs_entropy(self) -> bool:
+        """True where tokens are chosen by the entropy before the step."""
+        return self.section.top_entropy_fraction is not None
+
+    @property
     def only_advantages(self) -> bool:
         """True where a sample without advantage adds nothing to the loss: there is no entropy and no KL term."""
         return self.entropy_coef == 0 and self.kl_loss_coef == 0
@@ -68,7 +74,19 @@ class Objective:
         return self.estimator.needs_values
 
     def correction(self, batch: Batch) -> Float[Tensor, " T"] | None:
-        """Factor on the policy loss of each token, of a whole rollout; None where there is no correction."""
+        """Factor on the policy loss of each token, of a whole rollout; None where nothing changes it.
+
+        The rollout correction's weights, and 0 on tokens that are left out for their low entropy.
+        """
+        fraction = self.section.top_entropy_fraction
+        weights = self._rollout_weights(batch)
+        if fraction is None:
+            return weights
+        assert batch.entropy is not None
+        kept = top_entropy_mask(batch.entropy, fraction, batch.loss_mask).float()
+        return kept if weights is None else weights * kept
+
+    def _rollout_weights(self, batch: Batch) -> Float[Tensor, " T"] | None:
         name = self.section.rollout_correction
         if name is None:
             return None

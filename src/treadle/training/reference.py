@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,15 @@ class Reference:
     def moves(self) -> bool:
         """True where the reference changes over the run, so that a checkpoint must hold it."""
         return self.interval is not None or self.decay is not None
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[PreTrainedModel]:
+        """The model on this device; back in host memory afterwards, where the device has a memory of its own."""
+        try:
+            yield self.model.to(device)
+        finally:
+            if device.type != "cpu":
+                self.model.to("cpu")
 
     @torch.no_grad()
     def follow(self, rollouts_done: int, policy: Mapping[str, Tensor]) -> None:

@@ -45,6 +45,13 @@ def packed_logprobs(model: PreTrainedModel, packed: PackedBatch, backend: Backen
     return _logprobs(model, packed, backend, with_entropy=False, entropy_grad=False)[0]
 
 
+def packed_entropy(model: PreTrainedModel, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
+    """Entropy of the distributions the trained tokens were drawn from."""
+    entropy = _logprobs(model, packed, backend, with_entropy=True, entropy_grad=False)[1]
+    assert entropy is not None
+    return entropy
+
+
 def _logprobs(
     model: PreTrainedModel, packed: PackedBatch, backend: Backend, *, with_entropy: bool, entropy_grad: bool
 ) -> tuple[Tensor, Tensor | None]:

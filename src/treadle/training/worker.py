@@ -23,7 +23,7 @@ from treadle.training.micro_batches import MicroBatches
 from treadle.training.objective import Objective, build_objective
 from treadle.training.optim import MasterOptimizer
 from treadle.training.reference import Reference
-from treadle.training.step import micro_batch_loss, micro_batch_metrics, packed_logprobs
+from treadle.training.step import micro_batch_loss, micro_batch_metrics, packed_entropy, packed_logprobs
 from treadle.types import Group, Sample, Status
 
 if TYPE_CHECKING:
@@ -127,9 +127,14 @@ class Trainer:
         """Add the logprobs the objective needs, and only those."""
         if self.objective.needs_old_logprobs or self.arithmetic.num_steps_per_rollout > 1:
             batch = replace(batch, old_logprobs=self.logprobs(batch, self.model))
+        if self.objective.needs_entropy:
+            backend = self.config.model.attention_backend
+            found = self.micro_batches.per_token(batch, lambda packed: packed_entropy(self.model, packed, backend))
+            batch = replace(batch, entropy=found)
         if self.objective.needs_reference:
             assert self.reference is not None
-            batch = replace(batch, ref_logprobs=self.logprobs(batch, self.reference.model))
+            with self.reference.on(self.device) as model:
+                batch = replace(batch, ref_logprobs=self.logprobs(batch, model))
         if self.critic is not None:
             batch = replace(batch, values=self.critic.values(batch))
         return batch

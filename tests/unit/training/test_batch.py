@@ -117,6 +117,7 @@ def test_batch_of_samples():
         "loss_weights",
         "old_logprobs",
         "ref_logprobs",
+        "entropy",
         "correction",
         "values",
         "returns",

@@ -138,3 +138,18 @@ def test_an_unbiased_kl_is_the_plain_one_times_the_ratio() -> None:
     plain = build_objective(AlgorithmSection(**fields), 64).kl(logprobs, ref, old)
     unbiased = build_objective(AlgorithmSection(**fields, use_unbiased_kl=True), 64).kl(logprobs, ref, old)
     torch.testing.assert_close(unbiased, plain * (logprobs - old).exp())
+
+
+def test_only_the_undecided_tokens_are_trained(make_trainer, make_groups) -> None:
+    """Half of the tokens get factor 0, the same ones whatever the micro-batches; the denominator stays."""
+    groups = make_groups((4, 3))
+    fields = {"top_entropy_fraction": 0.5, "skip_zero_advantage": False}
+    trainers = [make_trainer(**fields), make_trainer(**fields, use_dynamic_batch_size=False, micro_batch_size=2)]
+    metrics = [{m.name: m.value for m in trainer.train(groups)} for trainer in trainers]
+    for name, weight in trainers[0].model.named_parameters():
+        torch.testing.assert_close(trainers[1].model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
+    tokens = sum(s.response_length for s in flat(groups))
+    assert metrics[0]["train/correction_mean"] == pytest.approx(round(0.5 * tokens) / tokens)
+    plain = make_trainer(skip_zero_advantage=False)
+    plain.train(groups)
+    assert any((plain.model.get_parameter(n) != w).any() for n, w in trainers[0].model.named_parameters())
