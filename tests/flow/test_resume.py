@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -115,6 +116,18 @@ def test_a_run_folder_is_not_overwritten_and_a_finished_run_says_so(toy_flags: l
         train(load_config(None, flags), "toy")
     with pytest.raises(ConfigError, match="has done 1 rollouts of 1; raise --num-rollout"):
         train(load_config(None, [*flags, "--load", str(tmp_path / "run")]), "toy")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # one of them is not what `auto` is here
+def test_a_resumed_run_computes_in_the_dtype_it_began_with(toy_flags: list[str], tmp_path: Path, dtype: str) -> None:
+    """`auto` is resolved once, at the start of a run: what is fast on the next machine does not change it."""
+    folder = tmp_path / "run"
+    more = ["--save-interval", "1", "--num-rollout"]
+    train(load_config(None, [*toy_flags, "--dtype", dtype, *more, "1", "--run-dir", str(folder)]), "toy")
+    train(load_config(None, [*toy_flags, "--dtype", "auto", *more, "2", "--load", str(folder)]), "toy")
+    assert json.loads((folder / "config.json").read_text())["model"]["dtype"] == dtype
+    state = json.loads((folder / "checkpoints" / "rollout_000002" / "state.json").read_text())
+    assert state["dtype"] == dtype
 
 
 def test_a_loaded_run_goes_on_in_its_own_folder(toy_flags: list[str], tmp_path: Path, read_rows: Rows) -> None:

@@ -42,6 +42,11 @@ def compute_dtype(dtype: str, device: str) -> torch.dtype:
     return torch.bfloat16 if _matmul_seconds(torch.float32) > 1.3 * _matmul_seconds(torch.bfloat16) else torch.float32
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name a configuration has for a compute dtype."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
 def _matmul_seconds(dtype: torch.dtype) -> float:
     a, b = torch.ones(256, 512, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
     torch.mm(a, b)

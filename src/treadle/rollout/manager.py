@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from treadle.chat import Codec
 from treadle.errors import DeadlineError
@@ -93,8 +94,8 @@ class RolloutManager:
         try:
             async with slots, aclosing(self.engine.generate(prompt.token_ids, sampling, job.n)) as completions:
                 async for completion in completions:
-                    sample = self._finish(prompt, completion, sampling)
-                    tasks.append(asyncio.create_task(self._score(scoring, sample, count)))
+                    finish = partial(self._finish, prompt, completion, sampling)
+                    tasks.append(asyncio.create_task(self._score(scoring, finish, count)))
             samples = await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
@@ -111,8 +112,10 @@ class RolloutManager:
         return trajectory.finish(completion.status, self.codec.decode(completion.token_ids))
 
     @staticmethod
-    async def _score(scoring: GroupScoring, sample: Awaitable[Sample], count: Callable[[], None]) -> Sample:
-        scored = await scoring.score(await sample)
+    async def _score(
+        scoring: GroupScoring, finish: Callable[[], Awaitable[Sample]], count: Callable[[], None]
+    ) -> Sample:
+        scored = await scoring.score(await finish())
         count()
         return scored
 

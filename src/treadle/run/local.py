@@ -215,7 +215,11 @@ class LocalParts:
             trainer.write_model(folder)
             self.out.save_codec(folder)
 
-        state: dict[str, Any] = {**trainer.state(), "random": random_state()}
+        state: dict[str, Any] = {
+            **trainer.state(),
+            "random": random_state(),
+            "dtype": self.config.model.dtype,
+        }
         if self.generation is not None:
             state["source"] = self.source.state()
         save_checkpoint(

@@ -17,7 +17,7 @@ from treadle.data import PromptSource
 from treadle.errors import ConfigError
 from treadle.models.bundled import resolve
 from treadle.models.export import export_model
-from treadle.models.load import is_model_folder
+from treadle.models.load import compute_dtype, is_model_folder, name_of
 from treadle.observe.curve import draw_curve
 from treadle.observe.metric_lines import read_metrics
 from treadle.observe.progress import Progress
@@ -84,10 +84,23 @@ def export(checkpoint: Path, out: Path, dtype: str, warn: Callable[[str], None] 
 def _open_session(config: Config, progress: Progress) -> Session:
     load = config.checkpoint.load
     checkpoint = None if load is None else find_checkpoint(Path(load), progress.warn)
+    config = _with_dtype(config, checkpoint)
     progress.phase("looking for the model")
     model_path = resolve(config.model.hf_checkpoint)
     codec = load_codec(model_path)
     return Session(config, progress, checkpoint, model_path, codec, build.longest_prompt(config, model_path))
+
+
+def _with_dtype(config: Config, checkpoint: Checkpoint | None) -> Config:
+    """The configuration with `auto` resolved: as the checkpoint was computed, else by what is fast here.
+
+    On another machine, or a busy one, the choice could be another one, and a resumed run would not be the same run.
+    """
+    if config.model.dtype != "auto":
+        return config
+    saved = None if checkpoint is None else checkpoint.state.get("dtype")
+    dtype = saved or name_of(compute_dtype("auto", config.model.device))
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
 async def _train(session: Session, recipe_name: str) -> None:
