@@ -37,6 +37,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": Estimator(uses_kl_coef=True, whitens=True),
     "maxrl": Estimator(),
     "opo": Estimator(),
+    "passk": Estimator(divides_by_std=True),
     "ppo": Estimator(compares_group=False, uses_kl_coef=True, uses_gamma=True, uses_lambd=True, uses_critic=True),
 }
 
