@@ -79,6 +79,8 @@ def test_filter_mistakes_are_named(half_flags, tmp_path: Path) -> None:
         run("--group-filter", "zero_signl")
     with pytest.raises(ConfigError, match="over_sampling_batch_size = 8 does nothing without group_filter"):
         run("--over-sampling-batch-size", "8")
+    with pytest.raises(ConfigError, match="over_sampling_batch_size = 2 is less than rollout_batch_size = 4"):
+        run("--group-filter", "zero_signal", "--over-sampling-batch-size", "2")
     (tmp_path / "bad.py").write_text("def f(group):\n    return 1.5\n")
     with pytest.raises(ConfigError, match="return a short word"):
         run("--group-filter", f"{tmp_path}/bad.py:f")

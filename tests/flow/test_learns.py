@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from treadle.config import load_config
+from treadle.errors import ConfigError, DataError
 from treadle.run.start import evaluate, export, train
 
 Rows = Callable[[Path], list[dict]]
@@ -77,6 +78,34 @@ def test_rollout_only_never_trains(toy_flags: list[str], tmp_path: Path, read_ro
     rows = read_rows(folder)
     assert len(rows) == 2
     assert not any(name.startswith("train/") for row in rows for name in row)
+
+
+def test_rollout_only_from_a_checkpoint_generates_with_its_weights(toy_flags: list[str], tmp_path: Path) -> None:
+    """The third rollout of a run, made again from its checkpoint after two."""
+    run(toy_flags, "--num-rollout", "3", "--save-interval", "2", "--run-dir", str(tmp_path / "whole"))
+    load = ["--debug-rollout-only", "--load", str(tmp_path / "whole/checkpoints/rollout_000002")]
+    run(toy_flags, "--num-rollout", "3", *load, "--run-dir", str(tmp_path / "half"))
+    name = "samples/rollout_000002.jsonl"
+    assert (tmp_path / "half" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_saved_rollouts_of_another_size_are_refused(toy_flags: list[str], tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    run(toy_flags, "--num-rollout", "1", "--save-debug-rollout-data", saved, "--run-dir", str(tmp_path / "one"))
+    other = ["--rollout-batch-size", "8", "--debug-train-only", "--load-debug-rollout-data", saved]
+    with pytest.raises(DataError, match="has 32 samples, rollout_batch_size × n_samples_per_prompt is 64"):
+        run(toy_flags, "--num-rollout", "1", *other, "--run-dir", str(tmp_path / "two"))
+
+
+def test_eval_never_touches_the_folder_of_a_run(toy_flags: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(toy_flags, "--num-rollout", "2", "--save-interval", "1", "--run-dir", str(folder))
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    data = toy_flags[toy_flags.index("--prompt-data") + 1]
+    load = ["--load", str(folder / "checkpoints/rollout_000001"), "--eval-prompt-data", f"toy={data}"]
+    with pytest.raises(ConfigError, match="already holds a run"):
+        evaluate(load_config(None, [*toy_flags, *load, "--run-dir", str(folder)]), "toy")
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
 def test_a_failing_reward_is_counted_and_never_ends_the_run(

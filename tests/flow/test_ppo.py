@@ -72,6 +72,10 @@ def test_a_resumed_ppo_run_ends_with_the_same_bytes(toy_flags: list[str], tmp_pa
         (["--critic-lr", "1e-4"], "critic_lr = 0.0001 does nothing with grpo: only ppo has a critic"),
         (["--lambd", "0.9"], "lambd = 0.9 does nothing with grpo"),
         (["--advantage-estimator", "ppo", "--num-critic-only-steps", "5"], "the policy would never be trained"),
+        (["--opsm-delta", "0.1"], "opsm_delta = 0.1 does nothing with one optimizer step a rollout"),
+        (["--rollout-correction", "tsi"], "rollout_correction 'tsi' is unknown; did you mean 'tis'"),
+        (["--correction-high", "3"], "correction_high = 3.0 does nothing without rollout_correction"),
+        (["--ref-ema-decay", "0.9"], "do nothing without a reference"),
     ],
 )
 def test_critic_settings_that_do_nothing_are_refused(toy_flags: list[str], flags: list[str], message: str) -> None:

@@ -15,7 +15,7 @@ class Estimator:
 
     `compares_group`: a group of one sample has advantage zero. `divides_by_std`: grpo_std_normalization applies.
     `uses_kl_coef`, `uses_gamma`, `uses_lambd`: these fields have an effect. `whitens`: normalises over the whole
-    rollout by itself. `uses_dual_clip`: eps_clip_c bounds its loss. `uses_critic`: it has a critic, so the fields of [critic] have an effect.
+    rollout by itself. `policy_loss`: the loss it is used with. `uses_critic`: it has a critic, so the fields of [critic] have an effect.
     """
 
     compares_group: bool = True
@@ -24,14 +24,14 @@ class Estimator:
     uses_gamma: bool = False
     uses_lambd: bool = False
     whitens: bool = False
-    uses_dual_clip: bool = True
+    policy_loss: str = "ppo"
     uses_critic: bool = False
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(divides_by_std=True),
-    "gspo": Estimator(divides_by_std=True),
-    "cispo": Estimator(divides_by_std=True, uses_dual_clip=False),
+    "gspo": Estimator(divides_by_std=True, policy_loss="gspo"),
+    "cispo": Estimator(divides_by_std=True, policy_loss="cispo"),
     "rloo": Estimator(),
     "reinforce_plus_plus": Estimator(compares_group=False, uses_kl_coef=True, uses_gamma=True, whitens=True),
     "reinforce_plus_plus_baseline": Estimator(uses_kl_coef=True, whitens=True),
@@ -42,6 +42,9 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
 }
 
 POLICY_LOSSES: tuple[str, ...] = ("ppo", "gspo", "gmpo", "cispo", "sapo", "dppo_tv")
+
+DUAL_CLIP_LOSSES: frozenset[str] = frozenset({"ppo", "gspo", "dppo_tv"})
+"""Policy losses that read eps_clip_c."""
 
 CORRECTIONS: tuple[str, ...] = ("tis", "icepop", "sequence", "geometric")
 

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from treadle.config.batch import batch_arithmetic
 from treadle.config.fields import config_fields, did_you_mean
 from treadle.config.findings import Finding, Rule, fault, warning
-from treadle.config.names import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, Estimator
+from treadle.config.names import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    DUAL_CLIP_LOSSES,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    Estimator,
+)
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
 
@@ -19,6 +26,14 @@ def _estimator(config: Config) -> tuple[str, Estimator] | None:
     name = config.algorithm.advantage_estimator
     traits = ADVANTAGE_ESTIMATORS.get(name)
     return None if traits is None else (name, traits)
+
+
+def _policy_loss(config: Config) -> str | None:
+    """The policy loss in use; None for a user's own, or where the estimator is unknown or a user's own."""
+    if config.algorithm.custom_loss_path is not None:
+        return None
+    found = _estimator(config)
+    return config.algorithm.policy_loss or (found[1].policy_loss if found else None)
 
 
 def _those_with(trait: str) -> str:
@@ -91,9 +106,24 @@ def clip_range_is_ordered(config: Config) -> Iterator[Finding]:
 
 
 def dual_clip_is_used(config: Config) -> Iterator[Finding]:
-    found, c = _estimator(config), config.algorithm.eps_clip_c
-    if found and c is not None and not found[1].uses_dual_clip:
-        yield warning(f"eps_clip_c = {c} does nothing with {found[0]}: its loss has no dual clip")
+    loss, algorithm = _policy_loss(config), config.algorithm
+    if loss is not None and algorithm.eps_clip_c is not None and loss not in DUAL_CLIP_LOSSES:
+        yield warning(f"eps_clip_c = {algorithm.eps_clip_c} does nothing with policy loss {loss}: it has no dual clip")
+    if loss == "sapo" and (algorithm.eps_clip_high is not None or algorithm.eps_clip != 0.2):
+        yield warning("eps_clip and eps_clip_high do nothing with policy loss sapo: its gate is soft")
+
+
+def drift_mask_can_see_drift(config: Config) -> Iterator[Finding]:
+    delta = config.algorithm.opsm_delta
+    try:
+        steps = batch_arithmetic(config).num_steps_per_rollout
+    except ConfigError:
+        return
+    if delta is not None and steps == 1:
+        yield fault(
+            f"opsm_delta = {delta} does nothing with one optimizer step a rollout: the policy has not moved yet; "
+            "set num_steps_per_rollout"
+        )
 
 
 def discount_is_used(config: Config) -> Iterator[Finding]:
@@ -309,6 +339,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     reference_is_used,
     clip_range_is_ordered,
     dual_clip_is_used,
+    drift_mask_can_see_drift,
     discount_is_used,
     std_normalization_is_used,
     whitening_is_not_repeated,

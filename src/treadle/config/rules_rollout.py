@@ -105,6 +105,11 @@ def group_filter_is_used(config: Config) -> Iterator[Finding]:
             )
         if rollout.max_filter_rounds != default:
             yield fault(f"max_filter_rounds = {rollout.max_filter_rounds} does nothing without group_filter")
+    elif (rollout.over_sampling_batch_size or rollout.rollout_batch_size) < rollout.rollout_batch_size:
+        yield fault(
+            f"over_sampling_batch_size = {rollout.over_sampling_batch_size} is less than rollout_batch_size = "
+            f"{rollout.rollout_batch_size}; it is how many prompts are drawn at a time to keep that many"
+        )
 
 
 def something_is_rewarded(config: Config) -> Iterator[Finding]:

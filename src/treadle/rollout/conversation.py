@@ -48,12 +48,13 @@ class Conversation:
                 return failed(self._sample(trajectory, Status.FAILED), f"environment: {why}")
             if reply is None:
                 break
-            trajectory.add_given(self._tokens(reply))
+            given = self._tokens(reply)
             left = sampling.max_new_tokens - trajectory.num_sampled
-            left = min(left, self.limits.max_length - len(trajectory.token_ids))
-            if left < 1 or len(turns) >= self.limits.max_turns:
+            left = min(left, self.limits.max_length - len(trajectory.token_ids) - len(given))
+            if left < 1 or len(turns) >= self.limits.max_turns:  # the reply would have no answer: it is left out
                 status = Status.TRUNCATED
                 break
+            trajectory.add_given(given)
             completion = await self._next_turn(trajectory, replace(sampling, max_new_tokens=left), len(turns))
             turns.append(self.codec.decode(completion.token_ids))
             status = completion.status

@@ -72,14 +72,15 @@ def build_trainer(config: Config, model: PreTrainedModel, num_rollout: int, prog
     if objective.needs_reference:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
         reference = Reference(load_policy(config, path, trainable=False), config.algorithm)
-    total_steps = num_rollout * arithmetic.num_steps_per_rollout
+    steps = arithmetic.num_steps_per_rollout
     critic = None
     if objective.needs_values:
         path = resolve(config.critic.critic_load or config.model.hf_checkpoint)
         value_model = ValueModel(load_policy(config, path))
         load_value_head(value_model, Path(path))
-        critic = Critic(value_model, config, total_steps, progress.warn)
-    return Trainer(model, config, arithmetic, total_steps, reference, progress.warn, critic)
+        critic = Critic(value_model, config, num_rollout * steps, progress.warn)
+    policy_steps = (num_rollout - config.critic.num_critic_only_steps) * steps
+    return Trainer(model, config, arithmetic, policy_steps, reference, progress.warn, critic)
 
 
 async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, stack: AsyncExitStack) -> RolloutManager:

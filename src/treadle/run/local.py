@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from treadle.config import Config
+from treadle.config import Config, batch_arithmetic
 from treadle.data import PromptSource
 from treadle.errors import CheckpointError, DataError
 from treadle.metrics import Metric, metric, reduce_metrics
@@ -93,6 +93,12 @@ class LocalParts:
             if not path.is_file():
                 raise DataError(f"--load-debug-rollout-data has no {path}; lower --num-rollout to what was saved")
             groups = read_groups(path)
+            found, wanted = sum(len(g.samples) for g in groups), batch_arithmetic(self.config).samples_per_rollout
+            if found != wanted:
+                raise DataError(
+                    f"{path} has {found} samples, rollout_batch_size × n_samples_per_prompt is {wanted}; "
+                    "give the batch sizes it was saved with"
+                )
             return Collection(groups, rollout_metrics(groups, seconds=0.0, version=rollout_id))
         section = self.config.rollout
         sampling = SamplingParams(

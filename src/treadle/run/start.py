@@ -113,7 +113,10 @@ async def _train(session: Session, recipe_name: str) -> None:
     schedule = _schedule(session, source)
     seed_everything(config.train.seed)
     progress.phase("loading the model")
-    model = build.load_policy(config, session.model_path)
+    path = session.model_path
+    if config.debug.debug_rollout_only and session.checkpoint is not None:  # no trainer that would load it
+        path = str(session.checkpoint.path / "model")
+    model = build.load_policy(config, path)
     trainer = None
     if not config.debug.debug_rollout_only:
         trainer = build.build_trainer(config, model, schedule.num_rollout, progress)
@@ -202,7 +205,7 @@ def _restore(session: Session, trainer: Any, source: PromptSource | None) -> Non
 def _open_outputs(session: Session, name: str, stack: AsyncExitStack, *, continues: bool = False) -> Outputs:
     config, progress = session.config, session.progress
     given = config.observe.run_dir
-    resumed = None if session.checkpoint is None else session.start_rollout_id
+    resumed = session.start_rollout_id if continues and session.checkpoint is not None else None
     loaded = config.checkpoint.load
     if given is None and loaded is not None and RunFolder(Path(loaded)).holds_run and continues:
         given = loaded  # a run folder was given to go on with, not only its weights

@@ -34,9 +34,9 @@ class Critic:
         self.algorithm: AlgorithmSection = config.algorithm
         self.backend = config.model.attention_backend
         self.micro_batches = MicroBatches(config.train, next(model.parameters()).device)
-        optim = config.optim.model_copy(
-            update={"lr": self.section.critic_lr, "lr_warmup_steps": self.section.critic_lr_warmup_steps}
-        )
+        ratio = self.section.critic_lr / config.optim.lr  # the policy's schedule at another height
+        own = {"lr": self.section.critic_lr, "min_lr": config.optim.min_lr * ratio}
+        optim = config.optim.model_copy(update={**own, "lr_warmup_steps": self.section.critic_lr_warmup_steps})
         self.optimizer = MasterOptimizer(model, optim, total_steps)
         self.checkpointing = config.model.gradient_checkpointing
         if self.checkpointing:

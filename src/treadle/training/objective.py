@@ -65,8 +65,9 @@ class Objective:
 
     @property
     def only_advantages(self) -> bool:
-        """True where a sample without advantage adds nothing to the loss: there is no entropy and no KL term."""
-        return self.entropy_coef == 0 and self.kl_loss_coef == 0
+        """True where a sample without advantage adds nothing to the loss: no entropy, no KL, no loss of the user's."""
+        own_loss = self.section.custom_loss_path is not None
+        return self.entropy_coef == 0 and self.kl_loss_coef == 0 and not own_loss
 
     @property
     def needs_values(self) -> bool:
@@ -204,6 +205,19 @@ def _estimator(section: AlgorithmSection) -> Estimator:
     found: Any = resolve("advantage", path, {})
     rule = found if isinstance(found, Estimator) else Estimator(path, found, broadcast, "custom_advantage_path")
     _hold_to_contract("custom_advantage_path", path, lambda: check_advantage(rule))
+    unread = [
+        f"{name} = {value}"
+        for name, value, default, is_read in (
+            ("kl_coef", section.kl_coef, 0.0, rule.per_token_reward),
+            ("gamma", section.gamma, 1.0, rule.uses_gamma),
+            ("lambd", section.lambd, 1.0, rule.needs_values),
+        )
+        if value != default and not is_read
+    ]
+    if unread:
+        raise ConfigError(f"{', '.join(unread)} does nothing with custom_advantage_path {path!r}; drop it")
+    if rule.needs_parts:
+        raise ConfigError(f"custom_advantage_path {path!r} needs the parts of the reward, which are not passed on yet")
     return rule
 
 

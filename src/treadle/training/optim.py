@@ -124,7 +124,7 @@ class MasterOptimizer:
             by_name.setdefault(name, {})[kind] = value
         for name, state in by_name.items():
             master = self.masters[name]
-            moved = {k: v.clone() if k == "step" else v.to(master.device, copy=True) for k, v in state.items()}
+            moved = {k: v.to(master.device, copy=True) for k, v in state.items()}  # fused: the step lives there too
             self.adamw.state[master] = moved
 
     @torch.no_grad()

@@ -120,7 +120,7 @@ def test_empty_stop_string_is_a_fault():
         ("--kl-loss-type k2", ["kl_loss_type = k2 does nothing"]),
         ("--ref-load other", ["ref_load = other is not loaded"]),
         ("--advantage-estimator rloo --no-grpo-std-normalization", ["does nothing with rloo"]),
-        ("--advantage-estimator cispo --eps-clip-c 3", ["eps_clip_c = 3.0 does nothing with cispo"]),
+        ("--advantage-estimator cispo --eps-clip-c 3", ["eps_clip_c = 3.0 does nothing with policy loss cispo"]),
         ("--advantage-estimator reinforce_plus_plus --normalize-advantages", ["whitens its advantages already"]),
         ("--entropy-coef -0.1", ["entropy_coef = -0.1"]),
         ("--no-use-dynamic-batch-size --micro-batch-size 4 --max-tokens-per-gpu 99", ["max_tokens_per_gpu = 99"]),

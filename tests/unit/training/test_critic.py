@@ -110,6 +110,18 @@ def test_the_split_into_micro_batches_changes_nothing(make_critic, make_groups, 
         torch.testing.assert_close(split.model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
 
 
+def test_the_critics_schedule_is_the_policys_at_another_height(make_critic, make_groups) -> None:
+    """Linear from lr to min_lr over 10 steps: 1e-2 to 5e-3 for the policy, so 1e-3 to 5e-4 for the critic."""
+    critic = make_critic(lr=1e-2, min_lr=5e-3, lr_decay_style="linear", critic_lr=1e-3)
+    found = []
+    for _ in range(11):
+        metrics = {m.name: m.value for m in critic.step(scored(critic, make_groups()))}
+        found.append(metrics["critic/lr"])
+    assert found[0] == pytest.approx(1e-3)
+    assert found[5] == pytest.approx(7.5e-4)
+    assert found[10] == pytest.approx(5e-4)
+
+
 def test_a_broken_gradient_leaves_the_critic_alone(make_critic, make_groups) -> None:
     warnings: list[str] = []
     critic = make_critic()

@@ -82,6 +82,19 @@ def test_an_own_loss_is_what_the_trainer_uses(own, make_trainer, make_groups) ->
         torch.testing.assert_close(trainers[1].model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
 
 
+def test_an_own_loss_sees_samples_without_advantage_too(own, make_trainer, make_groups) -> None:
+    groups = make_groups((2, 2), rewards=[[1.0, 1.0], [0.0, 1.0]])
+    for path, skipped in ((None, 2), (own("reinforce"), 0)):
+        metrics = {m.name: m.value for m in make_trainer(custom_loss_path=path).train(groups)}
+        assert metrics["train/num_skipped_samples"] == skipped
+
+
+@pytest.mark.parametrize("fields", [{"gamma": 0.9}, {"lambd": 0.9}, {"kl_coef": 0.1}])
+def test_settings_own_advantages_do_not_read_are_refused(own, fields) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(fields))} = 0\.\d does nothing with custom_advantage_path"):
+        build_objective(AlgorithmSection(custom_advantage_path=own("half_of_mean"), **fields), 64)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
