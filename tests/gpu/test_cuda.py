@@ -48,3 +48,24 @@ def test_a_step_of_training_gives_the_weights_of_the_cpu(tiny_model_dir: Path, m
         after[device] = {name: p.detach().cpu() for name, p in model.named_parameters()}
     for name, weight in after["cpu"].items():
         torch.testing.assert_close(after["cuda"][name], weight, atol=1e-4, rtol=1e-3)
+
+
+def test_optimizer_state_resumes_on_the_gpu_bit_for_bit(tiny_model_dir: Path, make_groups) -> None:
+    """As a checkpoint does it: state through CPU tensors into a fresh optimizer, then the same step."""
+    section = ModelSection(device="cuda", dtype="float32")
+    config = Config(model=section, optim=OptimSection(lr=1e-3), train=TrainSection(num_rollout=2))
+    trainers = []
+    for _ in range(2):
+        model = load_model(str(tiny_model_dir), torch.float32, torch.device("cuda"))
+        trainers.append(Trainer(model, config, batch_arithmetic(config), 2))
+    one, other = trainers
+    one.train(make_groups())
+    masters = {name: p.detach().cpu().clone() for name, p in one.optimizer.masters.items()}
+    state = {name: tensor.cpu().clone() for name, tensor in one.optimizer.state_tensors().items()}
+    other.optimizer.load_masters(masters)
+    other.optimizer.load_state_tensors(state)
+    other.optimizer.num_steps = one.optimizer.num_steps
+    for trainer in trainers:
+        trainer.train(make_groups(seed=1))
+    for name, weight in one.model.named_parameters():
+        assert torch.equal(other.model.get_parameter(name), weight), name
