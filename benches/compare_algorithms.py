@@ -59,7 +59,8 @@ def draw(runs: dict[str, dict], path: Path) -> None:
     axes.set(xlabel="rollout", ylabel="mean reward (of three rollouts)", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False, loc="upper left")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, loc="lower right")
     figure.tight_layout()
     figure.savefig(path)
 
