@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treadle.metrics import Metric, metric
+from treadle.rollout.filters import zero_signal
 from treadle.types import Group, Sample, Status
 
 
@@ -25,7 +26,7 @@ def rollout_metrics(groups: Sequence[Group], *, seconds: float, version: int) ->
         metric("rollout/response_length_max", float(lengths.max(initial=0))),
         metric("rollout/truncated_fraction", _share(samples, Status.TRUNCATED), len(samples)),
         metric("rollout/aborted_fraction", _share(samples, Status.ABORTED), len(samples)),
-        metric("rollout/zero_signal_group_fraction", _mean([_no_signal(g) for g in groups]), len(groups)),
+        metric("rollout/zero_signal_group_fraction", _mean([zero_signal(g) is not None for g in groups]), len(groups)),
         metric("rollout/seconds", seconds),
         metric("rollout/tokens_per_second", num_tokens / seconds if seconds > 0 else 0.0),
     ]
@@ -64,8 +65,3 @@ def _mean(values: Sequence[float] | np.ndarray) -> float:
 
 def _share(samples: Sequence[Sample], status: Status) -> float:
     return _mean([sample.status is status for sample in samples])
-
-
-def _no_signal(group: Group) -> bool:
-    rewards = {sample.reward for sample in group.samples if sample.reward is not None}
-    return len(rewards) <= 1

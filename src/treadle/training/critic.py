@@ -69,8 +69,7 @@ class Critic:
         self.model.eval()
         update = self.optimizer.step(loss_is_finite=bool(torch.isfinite(torch.tensor(loss))))
         if update.skipped:
-            cause = f"the gradient of {update.broken} is not finite" if update.broken else f"the loss is {loss}"
-            self.warn(f"critic step {self.optimizer.num_steps - 1} skipped, weights unchanged: {cause}")
+            self.warn(f"critic step {self.optimizer.num_steps - 1} skipped, weights unchanged: {update.cause(loss)}")
         return [
             *metrics,
             metric("critic/loss", loss),

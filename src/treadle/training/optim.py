@@ -25,6 +25,10 @@ class StepResult:
     skipped: bool
     broken: str = ""
 
+    def cause(self, loss: float) -> str:
+        """Why a step with this loss was skipped."""
+        return f"the gradient of {self.broken} is not finite" if self.broken else f"the loss is {loss}"
+
 
 def learning_rate(step: int, optim: OptimSection, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine decay."""
