@@ -65,13 +65,13 @@ def load_policy(config: Config, path: str, *, trainable: bool = True) -> PreTrai
 
 
 def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing: bool = True) -> str | None:
-    """The model folder of the teacher, or None where nothing is distilled.
+    """The model folder of the teacher, or None where nothing is distilled; loads no weights.
 
     Raises `ConfigError` where a token of the student is not the same token of the teacher, or where the longest sample
     is longer than its context.
     """
     name = config.model.opd_teacher_load
-    if name is None:
+    if name is None or config.debug.debug_rollout_only:
         return None
     path = resolve(name, fetch_missing=fetch_missing)
     theirs, limits = load_codec(path).vocabulary(), load_config(path).get_text_config()

@@ -110,9 +110,7 @@ async def _train(session: Session, recipe_name: str) -> None:
     source = None
     if not config.debug.debug_train_only:
         source = build.load_source(config, session.codec, session.max_prompt, progress)
-    teacher = None
-    if not config.debug.debug_rollout_only:
-        teacher = build.find_teacher(config, session.codec, session.max_prompt)
+    teacher = build.find_teacher(config, session.codec, session.max_prompt)
     schedule = _schedule(session, source)
     seed_everything(config.train.seed)
     progress.phase("loading the model")
