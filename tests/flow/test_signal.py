@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.config import load_config
+from treadle.config import EvalSection, load_config
 from treadle.errors import ConfigError
 from treadle.run.plan import plan_run
-from treadle.run.start import train
+from treadle.run.start import evaluate, train
 
 Rows = Callable[[Path], list[dict]]
 SHORT = '''
@@ -106,3 +106,14 @@ def test_a_steered_run_with_running_rewards_is_resumed_bit_for_bit(toy_flags: li
     assert whole["kl_weight"] == again["kl_weight"] != 0.1
     assert whole["reward_moments"] == again["reward_moments"]
     assert whole["reward_moments"][0] == 4 * 32
+
+
+def test_evaluation_sets_with_rewards_of_their_own_need_no_other(
+    toy_flags: list[str], tmp_path: Path, read_rows: Rows
+) -> None:
+    data = toy_flags[toy_flags.index("--prompt-data") + 1]
+    flags = [*without_reward(toy_flags), "--eval-prompt-data", f"toy={data}", "--run-dir", str(tmp_path / "run")]
+    base = load_config(None, flags)
+    own = EvalSection(eval_prompt_data=base.eval.eval_prompt_data, eval_overrides={"toy": {"rm_type": ("exact",)}})
+    evaluate(base.model_copy(update={"eval": own}), "toy")
+    assert read_rows(tmp_path / "run")[0]["eval/toy/num_samples"] == 10

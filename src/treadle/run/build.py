@@ -137,9 +137,9 @@ async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, st
 
 
 async def open_scorer(config: Config, reward: RewardSection, stack: AsyncExitStack) -> RewardScorer:
-    """The rewards of the run, or of one evaluation set."""
-    wait, required = config.rollout.rollout_timeout_seconds, config.algorithm.opd_kl_coef == 0
-    return await stack.enter_async_context(build_scorer(reward, group_wait_seconds=wait, required=required))
+    """The rewards of the run, or of one evaluation set; the rules of the configuration say where there may be none."""
+    wait = config.rollout.rollout_timeout_seconds
+    return await stack.enter_async_context(build_scorer(reward, group_wait_seconds=wait, required=False))
 
 
 async def open_eval_sets(
