@@ -47,7 +47,7 @@ def teacher(tiny_model_dir: Path, tmp_path: Path) -> Path:
 def test_gdpo_learns_from_two_rewards_of_different_size(toy_flags: list[str], tmp_path: Path, read_rows: Rows) -> None:
     (tmp_path / "short.py").write_text(SHORT)
     flags = [*toy_flags, "--rm-type", f"{tmp_path}/short.py:short", "--advantage-estimator", "gdpo"]
-    train(load_config(None, [*flags, "--num-rollout", "40", "--run-dir", str(tmp_path / "run")]), "gdpo")
+    train(load_config(None, [*flags, "--num-rollout", "30", "--run-dir", str(tmp_path / "run")]), "gdpo")
     rows = read_rows(tmp_path / "run")
     first, last = (sum(row["rollout/reward/reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
     assert last > first + 0.2
@@ -58,7 +58,7 @@ def test_a_policy_is_distilled_without_any_reward(
     toy_flags: list[str], teacher: Path, tmp_path: Path, read_rows: Rows
 ) -> None:
     flags = [*without_reward(toy_flags), "--opd-teacher-load", str(teacher), "--opd-kl-coef", "1"]
-    flags += ["--n-samples-per-prompt", "1", "--rollout-batch-size", "32", "--num-rollout", "60"]
+    flags += ["--n-samples-per-prompt", "1", "--rollout-batch-size", "32", "--num-rollout", "40"]
     train(load_config(None, [*flags, "--run-dir", str(tmp_path / "run")]), "opd")
     rows = read_rows(tmp_path / "run")
     gaps = [row["train/teacher_kl"] for row in rows]
