@@ -183,11 +183,12 @@ def make_config() -> Callable[..., Config]:
 
 @pytest.fixture
 def make_trainer(tiny_model_dir: Path) -> Callable[..., Trainer]:
-    """`make_trainer(warn=…, reference_noise=0.0, **config fields)`: a trainer of a fresh tiny model.
+    """`make_trainer(warn=…, reference_noise=0.0, teacher_noise=0.0, **config fields)`: a trainer of a fresh tiny model.
 
     AdamW's epsilon is 1 and its rates are 0.9 and 0.95 unless given: an update is then close to the gradient itself,
     so that weights after a step tell whether gradients agree. The reference model, built where the objective needs
-    one, is the same model with `reference_noise` times normal noise on its weights (seed 0).
+    one, is the same model with `reference_noise` times normal noise on its weights (seed 0); so is the teacher of
+    distillation, with `teacher_noise` (seed 1).
     """
     import copy
 
@@ -200,16 +201,28 @@ def make_trainer(tiny_model_dir: Path) -> Callable[..., Trainer]:
     loaded = load_model(str(tiny_model_dir), torch.float32, torch.device("cpu"))
 
     def make(
-        *, warn: Callable[[str], None] = print, total_steps: int = 10, reference_noise: float = 0.0, **fields: Any
+        *,
+        warn: Callable[[str], None] = print,
+        total_steps: int = 10,
+        reference_noise: float = 0.0,
+        teacher_noise: float = 0.0,
+        **fields: Any,
     ) -> Trainer:
         config = _make_config(**{"adam_eps": 1.0, "lr": 1.0, "clip_grad": 1e9, **fields})
         reference = None
-        if build_objective(config.algorithm, 64).needs_reference:
+        if build_objective(config.algorithm, 64, config.reward.part_weights).needs_reference:
             other = copy.deepcopy(loaded).requires_grad_(False)
             generator = torch.Generator().manual_seed(0)
             for param in other.parameters():
                 param.add_(torch.randn(param.shape, generator=generator), alpha=reference_noise)
             reference = Reference(other, config.algorithm)
-        return Trainer(copy.deepcopy(loaded), config, batch_arithmetic(config), total_steps, reference, warn)
+        teacher = copy.deepcopy(loaded).requires_grad_(False) if config.algorithm.opd_kl_coef else None
+        if teacher is not None:
+            generator = torch.Generator().manual_seed(1)
+            for param in teacher.parameters():
+                param.add_(torch.randn(param.shape, generator=generator), alpha=teacher_noise)
+        return Trainer(
+            copy.deepcopy(loaded), config, batch_arithmetic(config), total_steps, reference, warn, teacher=teacher
+        )
 
     return make

@@ -75,6 +75,10 @@ class Codec:
             )
         )
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, special ones among them."""
+        return dict(self.tokenizer.get_vocab())
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into a model folder."""
         self.tokenizer.save_pretrained(folder)

@@ -86,6 +86,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "KL estimate per token (k3) to the reference model, or to the rollout policy where no reference is used.",
         "nats",
     ),
+    _m("train/kl_coef", "last", "Weight of KL in this rollout, where kl_target steers it."),
+    _m(
+        "train/teacher_kl",
+        "mean",
+        "Distillation: mean of student's minus teacher's logprob of the trained tokens, before the step.",
+        "nats",
+    ),
     _m("train/kl_loss", "mean", "The KL part of the loss, before its coefficient."),
     _m(
         "train/entropy",

@@ -23,7 +23,6 @@ from treadle.algorithms.corrections import (
     CorrectionSettings,
     Level,
     correct,
-    decoupled,
     m2po_mask,
 )
 from treadle.algorithms.gae import discounted_returns, gae
@@ -87,7 +86,6 @@ __all__ = [
     "combine_rewards",
     "compute_advantages",
     "correct",
-    "decoupled",
     "discounted_returns",
     "find_estimator",
     "find_policy_loss",

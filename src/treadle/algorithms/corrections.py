@@ -9,8 +9,9 @@ Axis: `T` tokens of many samples one after the other; whole samples, for everyth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -18,7 +19,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, ppo
 from treadle.algorithms.reduce import sample_means
 from treadle.algorithms.segments import capped_exp, num_samples_of, safe_divide, segment_max, segment_sum, where_trained
 from treadle.errors import ConfigError
@@ -45,8 +45,8 @@ class CorrectionSettings:
     """How tokens are weighted, and which are dropped.
 
     `reject_level` drops what lies outside [reject_low, reject_high] at that level, `veto_below` a whole sample if
-    any of its trained tokens has w below it. `batch_mean_one` divides the weights by their mean over the step's
-    trained tokens, before anything is rejected.
+    any of its trained tokens has w below it. `batch_mean_one` divides the weights by their mean over the trained
+    tokens it is given, before anything is rejected.
     """
 
     level: Level = Level.TOKEN
@@ -55,7 +55,7 @@ class CorrectionSettings:
     high: float = 2.0
     reject_level: Level | None = None
     reject_low: float = 0.0
-    reject_high: float = float("inf")
+    reject_high: float = math.inf
     veto_below: float | None = None
     batch_mean_one: bool = False
 
@@ -73,13 +73,15 @@ CORRECTIONS: Mapping[str, CorrectionSettings] = MappingProxyType(
         "icepop": CorrectionSettings(Level.TOKEN, Bound.MASK, 0.5, 5.0),
         "sequence": CorrectionSettings(Level.SEQUENCE, Bound.TRUNCATE, 0.0, 2.0),
         "geometric": CorrectionSettings(Level.GEOMETRIC, Bound.TRUNCATE, 0.0, 2.0),
+        "decoupled": CorrectionSettings(Level.TOKEN, Bound.TRUNCATE, 0.0, math.inf),
     }
 )
 """Every correction by its name, with its usual numbers; change them with `dataclasses.replace`.
 
 Sources: tis: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; icepop: Ling
 team 2025, "Every Step Evolves" (arXiv 2510.18855); sequence and geometric: Liu et al. 2025, "When Speed Kills
-Stability".
+Stability"; decoupled: Hilton et al. 2021, eq. 3 (arXiv 2110.00641), as used in AReaL 2025, eq. 5 (arXiv 2505.24298):
+the policy loss's ratio is to the trainer's policy before the step (proximal), its weight `exp(lp_prox - lp_behave)`.
 """
 
 
@@ -108,7 +110,7 @@ def correct(
 ) -> Correction:
     """The factor of each token by these settings.
 
-    Give it the whole step's samples (or its rank's share, with `sum_over_ranks`) where `batch_mean_one` is set.
+    Give it the whole batch (or its rank's share, with `sum_over_ranks`) where `batch_mean_one` is set.
 
     >>> zero, index = torch.zeros(2), torch.tensor([0, 0])
     >>> correct(torch.tensor([1.0, -1.0]), zero, index, CORRECTIONS["tis"]).weights
@@ -175,14 +177,14 @@ def vetoed(
 
 def m2po_mask(
     old_logprobs: Float[Tensor, " T"],
-    prox_logprobs: Float[Tensor, " T"],
+    rollout_logprobs: Float[Tensor, " T"],
     threshold: float = 0.04,
     mask: Bool[Tensor, " T"] | None = None,
 ) -> Bool[Tensor, " T"]:
-    """M2PO: True on the trained tokens that stay once the largest `(lp_old - lp_prox)²` are dropped.
+    """M2PO: True on the trained tokens that stay once the largest `(lp_old - lp_roll)²` are dropped.
 
     As few are dropped as bring the mean of the rest under the threshold; equal ones go together, so the order of
-    the tokens does not matter. Give it the whole step's tokens. The paper drops only tokens outside the trust
+    the tokens does not matter. Give it all tokens of a batch. The paper drops only tokens outside the trust
     region; here the size alone counts. Source: "Prosperity before Collapse" 2025 (arXiv 2510.01161).
 
     >>> m2po_mask(torch.tensor([0.1, 1.0, -0.1]), torch.zeros(3)).tolist()
@@ -191,7 +193,7 @@ def m2po_mask(
     if threshold <= 0:
         raise ConfigError(f"the m2po threshold must be above 0, got {threshold}")
     with torch.no_grad():
-        squares = (where_trained(old_logprobs, mask) - where_trained(prox_logprobs, mask)).square().to(torch.float64)
+        squares = (where_trained(old_logprobs, mask) - where_trained(rollout_logprobs, mask)).square().to(torch.float64)
         chosen = torch.ones_like(squares, dtype=torch.bool) if mask is None else mask
         ordered = squares[chosen].sort().values
         means = ordered.cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
@@ -199,23 +201,3 @@ def m2po_mask(
         if num_kept == ordered.numel():
             return chosen.clone()
         return chosen & (squares < ordered[num_kept])
-
-
-def decoupled(
-    inputs: PolicyLossInputs,
-    prox_logprobs: Float[Tensor, " T"],
-    weight_cap: float | None = None,
-    policy_loss: PolicyLossFn = ppo,
-) -> PolicyLoss:
-    """Decoupled PPO: the ratio is to the proximal policy, the loss times `exp(lp_prox - lp_behave)`.
-
-    `inputs.old_logprobs` are the behaviour policy's. `weight_cap` truncates that weight. Source: Hilton et al. 2021,
-    eq. 3 (arXiv 2110.00641), as used in AReaL 2025, eq. 5 (arXiv 2505.24298).
-    """
-    result = policy_loss(replace(inputs, old_logprobs=prox_logprobs))
-    with torch.no_grad():
-        weights = capped_exp(
-            where_trained(prox_logprobs, inputs.mask) - where_trained(inputs.old_logprobs, inputs.mask)
-        )
-        weights = weights if weight_cap is None else weights.clamp(max=weight_cap)
-    return replace(result, loss=result.loss * weights)

@@ -22,7 +22,6 @@ class Needs:
 
     old_logprobs: bool = False
     rollout_logprobs: bool = False
-    prox_logprobs: bool = False
     ref_logprobs: bool = False
     teacher_logprobs: bool = False
     values: bool = False  # a critic
@@ -55,8 +54,7 @@ def _table() -> dict[str, Needs]:
     table["distillation"] = Needs(teacher_logprobs=True, old_logprobs=True)
     table["whitening"] = Needs(whitening=True)
     table["opsm"] = Needs(old_logprobs=True, whole_samples=True)
-    table["m2po"] = Needs(old_logprobs=True, prox_logprobs=True)
-    table["decoupled"] = Needs(rollout_logprobs=True, prox_logprobs=True)
+    table["m2po"] = Needs(old_logprobs=True, rollout_logprobs=True)
     table["value_loss"] = Needs(values=True)
     table["sft"] = Needs()
     return table

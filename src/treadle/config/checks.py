@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from treadle.config.findings import Rule
 from treadle.config.rules_algorithm import ALGORITHM_RULES, length_of_run_is_given_once
+from treadle.config.rules_correction import CORRECTION_RULES
 from treadle.config.rules_rollout import (
     EVALUATION_RULES,
     GENERATION_RULES,
@@ -12,6 +13,7 @@ from treadle.config.rules_rollout import (
     SCORING_RULES,
 )
 from treadle.config.rules_run import RUN_RULES
+from treadle.config.rules_signal import SIGNAL_RULES
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
 
@@ -41,4 +43,4 @@ def _rules(config: Config, evaluation_only: bool) -> tuple[Rule, ...]:
         return (*rules, length_of_run_is_given_once)
     if not debug.debug_train_only:
         rules += SAMPLED_TRAINING_RULES
-    return rules + ALGORITHM_RULES
+    return rules + ALGORITHM_RULES + CORRECTION_RULES + SIGNAL_RULES

@@ -5,35 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treadle.config.batch import batch_arithmetic
+from treadle.config.chosen import estimator_of
 from treadle.config.fields import config_fields, did_you_mean
 from treadle.config.findings import Finding, Rule, fault, warning
 from treadle.config.names import (
     ADVANTAGE_ESTIMATORS,
     CORRECTIONS,
-    DUAL_CLIP_LOSSES,
     KL_ESTIMATORS,
     POLICY_LOSSES,
-    Estimator,
 )
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
-
-
-def _estimator(config: Config) -> tuple[str, Estimator] | None:
-    """The estimator's name and traits; None for a user's own, or a name that is unknown (a finding of its own)."""
-    if config.algorithm.custom_advantage_path is not None:
-        return None
-    name = config.algorithm.advantage_estimator
-    traits = ADVANTAGE_ESTIMATORS.get(name)
-    return None if traits is None else (name, traits)
-
-
-def _policy_loss(config: Config) -> str | None:
-    """The policy loss in use; None for a user's own, or where the estimator is unknown or a user's own."""
-    if config.algorithm.custom_loss_path is not None:
-        return None
-    found = _estimator(config)
-    return config.algorithm.policy_loss or (found[1].policy_loss if found else None)
 
 
 def _those_with(trait: str) -> str:
@@ -47,8 +29,8 @@ def estimator_is_known(config: Config) -> Iterator[Finding]:
 
 
 def group_has_company(config: Config) -> Iterator[Finding]:
-    found, n = _estimator(config), config.rollout.n_samples_per_prompt
-    if found and found[1].compares_group and n == 1:
+    found, n = estimator_of(config), config.rollout.n_samples_per_prompt
+    if found and found[1].compares_group and n == 1 and config.algorithm.opd_kl_coef == 0:
         yield fault(
             f"n_samples_per_prompt = 1 gives {found[0]} nothing to compare: every advantage would be zero; "
             f"set at least 2, or use {_those_without_groups()}"
@@ -60,7 +42,7 @@ def _those_without_groups() -> str:
 
 
 def kl_penalty_is_used(config: Config) -> Iterator[Finding]:
-    found, coef = _estimator(config), config.algorithm.kl_coef
+    found, coef = estimator_of(config), config.algorithm.kl_coef
     if found and coef > 0 and not found[1].uses_kl_coef:
         yield fault(
             f"kl_coef = {coef} does nothing with {found[0]}: only {_those_with('uses_kl_coef')} put KL in the reward; "
@@ -105,29 +87,8 @@ def clip_range_is_ordered(config: Config) -> Iterator[Finding]:
         )
 
 
-def dual_clip_is_used(config: Config) -> Iterator[Finding]:
-    loss, algorithm = _policy_loss(config), config.algorithm
-    if loss is not None and algorithm.eps_clip_c is not None and loss not in DUAL_CLIP_LOSSES:
-        yield warning(f"eps_clip_c = {algorithm.eps_clip_c} does nothing with policy loss {loss}: it has no dual clip")
-    if loss == "sapo" and (algorithm.eps_clip_high is not None or algorithm.eps_clip != 0.2):
-        yield warning("eps_clip and eps_clip_high do nothing with policy loss sapo: its gate is soft")
-
-
-def drift_mask_can_see_drift(config: Config) -> Iterator[Finding]:
-    delta = config.algorithm.opsm_delta
-    try:
-        steps = batch_arithmetic(config).num_steps_per_rollout
-    except ConfigError:
-        return
-    if delta is not None and steps == 1:
-        yield fault(
-            f"opsm_delta = {delta} does nothing with one optimizer step a rollout: the policy has not moved yet; "
-            "set num_steps_per_rollout"
-        )
-
-
 def discount_is_used(config: Config) -> Iterator[Finding]:
-    found, algorithm = _estimator(config), config.algorithm
+    found, algorithm = estimator_of(config), config.algorithm
     if found and algorithm.gamma != 1 and not found[1].uses_gamma:
         yield fault(
             f"gamma = {algorithm.gamma} does nothing with {found[0]}: only {_those_with('uses_gamma')} discounts"
@@ -139,13 +100,13 @@ def discount_is_used(config: Config) -> Iterator[Finding]:
 
 
 def std_normalization_is_used(config: Config) -> Iterator[Finding]:
-    found = _estimator(config)
+    found = estimator_of(config)
     if found and not config.algorithm.grpo_std_normalization and not found[1].divides_by_std:
         yield warning(f"grpo_std_normalization = false does nothing with {found[0]}: it never divides by the deviation")
 
 
 def whitening_is_not_repeated(config: Config) -> Iterator[Finding]:
-    found = _estimator(config)
+    found = estimator_of(config)
     if found and config.algorithm.normalize_advantages and found[1].whitens:
         yield warning(f"normalize_advantages does nothing with {found[0]}: it whitens its advantages already")
 
@@ -158,21 +119,6 @@ def loss_and_correction_are_known(config: Config) -> Iterator[Finding]:
     ):
         if name is not None and name not in known:
             yield fault(f"{field} {name!r} is unknown{did_you_mean(name, list(known))}")
-
-
-def correction_settings_are_used(config: Config) -> Iterator[Finding]:
-    algorithm = config.algorithm
-    if algorithm.rollout_correction is None:
-        for name, value in (
-            ("correction_low", algorithm.correction_low),
-            ("correction_high", algorithm.correction_high),
-            ("correction_veto", algorithm.correction_veto),
-        ):
-            if value is not None:
-                yield fault(f"{name} = {value} does nothing without rollout_correction")
-    low, high = algorithm.correction_low, algorithm.correction_high
-    if low is not None and high is not None and low > high:
-        yield fault(f"correction_low = {low} is more than correction_high = {high}")
 
 
 def own_functions_stand_alone(config: Config) -> Iterator[Finding]:
@@ -209,7 +155,7 @@ def overlong_penalty_is_used(config: Config) -> Iterator[Finding]:
 
 
 def critic_is_used(config: Config) -> Iterator[Finding]:
-    found = _estimator(config)
+    found = estimator_of(config)
     if found and not found[1].uses_critic:
         for name, value in config.critic.model_dump().items():
             if value != config_fields()[name].default:
@@ -338,13 +284,10 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     kl_type_is_known,
     reference_is_used,
     clip_range_is_ordered,
-    dual_clip_is_used,
-    drift_mask_can_see_drift,
     discount_is_used,
     std_normalization_is_used,
     whitening_is_not_repeated,
     loss_and_correction_are_known,
-    correction_settings_are_used,
     own_functions_stand_alone,
     reference_follows_one_way,
     unbiased_kl_is_used,

@@ -113,7 +113,14 @@ def group_filter_is_used(config: Config) -> Iterator[Finding]:
 
 
 def something_is_rewarded(config: Config) -> Iterator[Finding]:
-    if not config.reward.rm_type and config.reward.custom_rm_path is None:
+    if config.algorithm.opd_kl_coef == 0:  # a teacher is signal enough
+        yield from _reward_is_given(config)
+    elif config.eval.eval_interval is not None:
+        yield from evaluation_is_rewarded(config)
+
+
+def _reward_is_given(config: Config) -> Iterator[Finding]:
+    if not config.reward.targets:
         yield fault(f"no reward is given: set rm_type ({', '.join(REWARDS)}) or custom_rm_path (my_reward.py:score)")
 
 
@@ -134,7 +141,7 @@ def rewards_are_known(config: Config) -> Iterator[Finding]:
 
 def reward_weights_fit(config: Config) -> Iterator[Finding]:
     reward = config.reward
-    count = len(reward.rm_type) + (reward.custom_rm_path is not None)
+    count = len(reward.targets)
     if reward.rm_weights and len(reward.rm_weights) != count:
         yield fault(
             f"rm_weights has {len(reward.rm_weights)} numbers for {count} rewards; give one for each of rm_type, "
@@ -195,7 +202,7 @@ def evaluation_is_rewarded(config: Config) -> Iterator[Finding]:
     sets = parse_eval_sets(config.eval.eval_prompt_data) if not eval_set_faults(config.eval.eval_prompt_data) else {}
     overrides = config.eval.eval_overrides
     if not sets or not all(name in overrides and overrides[name].rm_type for name in sets):
-        yield from something_is_rewarded(config)
+        yield from _reward_is_given(config)
 
 
 def eval_sets_are_named(config: Config) -> Iterator[Finding]:

@@ -12,6 +12,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from treadle.config.names import reward_names
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, and unknown keys are refused."""
@@ -27,6 +29,9 @@ class ModelSection(Section):
     )
     ref_load: str | None = Field(
         None, description="Reference model for KL; the starting model where KL is used and this is not given."
+    )
+    opd_teacher_load: str | None = Field(
+        None, description="Teacher of on-policy distillation, a model of the same vocabulary (with opd_kl_coef)."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -140,6 +145,28 @@ class RewardSection(Section):
     )
     rm_timeout_seconds: float = Field(30.0, gt=0, description="A reward slower than this marks its sample failed.")
     rm_num_workers: int = Field(1, ge=1, description="Processes that run rewards.")
+    reward_scale: float = Field(
+        1.0, gt=0, description="Factor on the reward that is trained on; logs keep the raw one."
+    )
+    reward_bias: float = Field(0.0, description="Added to the scaled reward.")
+    reward_clip_low: float | None = Field(None, description="Lower bound of the scaled reward.")
+    reward_clip_high: float | None = Field(None, description="Upper bound of the scaled reward.")
+    normalize_rewards_running: bool = Field(
+        False,
+        description="Then subtract the mean of all rewards of the run so far and divide by their standard deviation.",
+    )
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Every reward given: rm_type, then custom_rm_path."""
+        return self.rm_type + ((self.custom_rm_path,) if self.custom_rm_path else ())
+
+    @property
+    def part_weights(self) -> dict[str, float]:
+        """Weight of each reward by the name of its part; where numbers are missing all weigh 1."""
+        names = reward_names(self.targets)
+        weights = self.rm_weights if len(self.rm_weights) == len(names) else (1.0,) * len(names)
+        return dict(zip(names, weights, strict=True))
 
 
 class AlgorithmSection(Section):
@@ -159,6 +186,19 @@ class AlgorithmSection(Section):
     )
     use_kl_loss: bool = Field(False, description="Add a KL term to the loss.")
     kl_loss_coef: float = Field(0.0, ge=0, description="Weight of the KL term.")
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="Steer the weight of KL so that train/kl (nats a trained token) comes to this (with kl_horizon).",
+    )
+    kl_horizon: int | None = Field(
+        None, ge=1, description="Samples over which that weight follows; the larger, the slower."
+    )
+    opd_kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="On-policy distillation: take this times (logprob of student - of teacher) off each token's advantage.",
+    )
     kl_loss_type: str = Field("low_var_kl", description="KL estimator: k1, k2, k3, low_var_kl, abs, k3+.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     eps_clip: float = Field(
@@ -166,8 +206,14 @@ class AlgorithmSection(Section):
     )
     eps_clip_high: float | None = Field(None, gt=0, description="PPO clip range above 1.")
     eps_clip_c: float | None = Field(
-        None, gt=1, description="Dual clip: bound of the loss where the advantage is negative."
+        None,
+        gt=1,
+        description="Dual clip: bound of the loss where the advantage is negative; for dppo_tv the cap of the ratio (20).",
     )
+    sapo_tau_positive: float = Field(
+        1.0, gt=0, description="sapo: steepness of its gate where the advantage is positive."
+    )
+    sapo_tau_negative: float = Field(1.05, gt=0, description="sapo: the same where the advantage is not.")
     custom_advantage_path: str | None = Field(
         None,
         description="Your own advantages, `file.py:object`: a function of AdvantageInputs and settings, or an Estimator.",
@@ -189,7 +235,11 @@ class AlgorithmSection(Section):
         description="Multiply the KL in the loss by the probability ratio: unbiased for tokens of the old policy.",
     )
     rollout_correction: str | None = Field(
-        None, description="Weigh tokens by trainer over engine probability: tis, icepop, sequence or geometric."
+        None,
+        description="Weigh tokens by trainer over engine probability: tis, icepop, sequence, geometric or decoupled.",
+    )
+    correction_bound: Literal["truncate", "clip", "mask"] | None = Field(
+        None, description="What happens outside the bounds: cut from above, cut, or drop; the correction's usual one."
     )
     correction_low: float | None = Field(
         None, ge=0, description="Lower bound of that weight; the correction's usual one."
@@ -199,6 +249,20 @@ class AlgorithmSection(Section):
     )
     correction_veto: float | None = Field(
         None, gt=0, lt=1, description="Drop a sample in which any token's weight is below this (1e-4, say)."
+    )
+    correction_reject_level: Literal["token", "sequence", "geometric"] | None = Field(
+        None,
+        description="Also drop tokens, or whole samples by product or geometric mean, whose weight is out of bounds.",
+    )
+    correction_reject_low: float | None = Field(None, ge=0, description="Lower bound of that; none where not given.")
+    correction_reject_high: float | None = Field(None, gt=0, description="Upper bound of that; none where not given.")
+    correction_batch_mean_one: bool = Field(
+        False, description="Divide the weights by their mean over the rollout's trained tokens."
+    )
+    m2po_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="Drop the tokens with the largest squared gap (trainer - engine logprob) until the mean is below (0.04).",
     )
     opsm_delta: float | None = Field(
         None, gt=0, description="Drop samples with a negative advantage that drifted further than this (nats a token)."

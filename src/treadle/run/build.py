@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.chat import Codec
+from treadle.chat import Codec, load_codec
 from treadle.config import Config, RewardSection, batch_arithmetic
 from treadle.data import PromptSource, build_eval_sets, build_source
 from treadle.errors import ConfigError
@@ -64,11 +64,42 @@ def load_policy(config: Config, path: str, *, trainable: bool = True) -> PreTrai
     return load_model(path, compute_dtype(model.dtype, model.device), pick_device(model.device), trainable=trainable)
 
 
-def build_trainer(config: Config, model: PreTrainedModel, num_rollout: int, progress: Progress) -> Trainer:
-    """The trainer, with a reference model where the algorithm uses KL and a critic where it uses values."""
+def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing: bool = True) -> str | None:
+    """The model folder of the teacher, or None where nothing is distilled; loads no weights.
+
+    Raises `ConfigError` where a token of the student is not the same token of the teacher, or where the longest sample
+    is longer than its context.
+    """
+    name = config.model.opd_teacher_load
+    if name is None or config.debug.debug_rollout_only:
+        return None
+    path = resolve(name, fetch_missing=fetch_missing)
+    theirs, limits = load_codec(path).vocabulary(), load_config(path).get_text_config()
+    own_rows = load_config(resolve(config.model.hf_checkpoint, fetch_missing=False)).get_text_config().vocab_size
+    other = next((token for token, number in codec.vocabulary().items() if theirs.get(token) != number), None)
+    if other is not None or limits.vocab_size < own_rows:
+        what = f"{limits.vocab_size} rows for the model's {own_rows}" if other is None else f"{other!r} differs"
+        raise ConfigError(
+            f"opd_teacher_load {name!r} has another vocabulary than {config.model.hf_checkpoint!r} ({what}): distillation "
+            "compares the logprob of the same token; choose a teacher with the same tokenizer"
+        )
+    longest = max_prompt + config.rollout.rollout_max_response_len
+    if longest > context_length(limits):
+        raise ConfigError(
+            f"opd_teacher_load {name!r} has a context of {context_length(limits)}, samples may have {longest} tokens; "
+            "lower --rollout-max-prompt-len or --rollout-max-response-len"
+        )
+    return path
+
+
+def build_trainer(
+    config: Config, model: PreTrainedModel, num_rollout: int, progress: Progress, teacher_path: str | None = None
+) -> Trainer:
+    """The trainer, with a reference model where the algorithm uses KL, a critic where it uses values, and the teacher."""
     arithmetic = batch_arithmetic(config)
     reference = None
-    objective = build_objective(config.algorithm, config.rollout.rollout_max_response_len)
+    response = config.rollout.rollout_max_response_len
+    objective = build_objective(config.algorithm, response, config.reward.part_weights)
     if objective.needs_reference:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
         reference = Reference(load_policy(config, path, trainable=False), config.algorithm)
@@ -79,8 +110,11 @@ def build_trainer(config: Config, model: PreTrainedModel, num_rollout: int, prog
         value_model = ValueModel(load_policy(config, path))
         load_value_head(value_model, Path(path))
         critic = Critic(value_model, config, num_rollout * steps, progress.warn)
+    teacher = None
+    if teacher_path is not None:
+        teacher = load_policy(config, teacher_path, trainable=False).to("cpu")  # lent to the device when it scores
     policy_steps = (num_rollout - config.critic.num_critic_only_steps) * steps
-    return Trainer(model, config, arithmetic, policy_steps, reference, progress.warn, critic)
+    return Trainer(model, config, arithmetic, policy_steps, reference, progress.warn, critic, teacher)
 
 
 async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, stack: AsyncExitStack) -> RolloutManager:
@@ -103,10 +137,9 @@ async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, st
 
 
 async def open_scorer(config: Config, reward: RewardSection, stack: AsyncExitStack) -> RewardScorer:
-    """The rewards of the run, or of one evaluation set."""
-    return await stack.enter_async_context(
-        build_scorer(reward, group_wait_seconds=config.rollout.rollout_timeout_seconds)
-    )
+    """The rewards of the run, or of one evaluation set; the rules of the configuration say where there may be none."""
+    wait = config.rollout.rollout_timeout_seconds
+    return await stack.enter_async_context(build_scorer(reward, group_wait_seconds=wait, required=False))
 
 
 async def open_eval_sets(

@@ -26,7 +26,8 @@ class ModelShape:
     """The numbers of a model that memory depends on.
 
     `parameters` counts tied weights once. `kv_dim` is the width of the keys (and of the values) of one layer.
-    `linear_width` sums input and output widths of all linear layers but the head.
+    `linear_width` sums input and output widths of all linear layers but the head. `teacher_parameters` are those of
+    the teacher of distillation, where there is one.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ModelShape:
     context: int
     dtype: str
     device: str
+    teacher_parameters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ def _training(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
     if config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0:
         name = config.model.ref_load or "the starting model"
         yield MemoryPart("reference model", parameters * _DTYPE_BYTES[shape.dtype], name)
+    if shape.teacher_parameters:
+        size = shape.teacher_parameters * _DTYPE_BYTES[shape.dtype]
+        yield MemoryPart("teacher", size, config.model.opd_teacher_load or "")
     if ADVANTAGE_ESTIMATORS[config.algorithm.advantage_estimator].uses_critic:
         own = _DTYPE_BYTES[shape.dtype] + (4 if shape.dtype != "float32" else 0) + 12
         yield MemoryPart("critic", parameters * own, "weights, masters, gradients, Adam")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,14 +64,18 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     check_config(config)
     from treadle.chat import load_codec
     from treadle.models.bundled import resolve
-    from treadle.run.build import longest_prompt
+    from treadle.run.build import find_teacher, longest_prompt
 
     name = config.model.hf_checkpoint
     path = resolve(name, fetch_missing=False)
     if path != name and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{name} is not on this machine yet; `treadle model fetch {name}` downloads it")
     shape = _model_shape(config, path)
-    sizes = _data_sizes(config, load_codec(path), longest_prompt(config, path))
+    codec, max_prompt = load_codec(path), longest_prompt(config, path)
+    teacher = find_teacher(config, codec, max_prompt, fetch_missing=False)
+    if teacher is not None:
+        shape = replace(shape, teacher_parameters=_model_shape(config, teacher).parameters)
+    sizes = _data_sizes(config, codec, max_prompt)
     return make_plan(config, shape, sizes, machine_memory(shape.device), recipe_name)
 
 
@@ -177,8 +181,7 @@ def _sampling(config: Config) -> str:
     parts += [f"top-p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p < 1 else []
     parts += [f"top-k {rollout.rollout_top_k}"] if rollout.rollout_top_k else []
     parts += [f"min-p {rollout.rollout_min_p:g}"] if rollout.rollout_min_p else []
-    rewards = [*config.reward.rm_type, *([config.reward.custom_rm_path] if config.reward.custom_rm_path else [])]
-    return f"{' · '.join(parts)} · reward {' + '.join(rewards)}"
+    return f"{' · '.join(parts)} · reward {' + '.join(config.reward.targets) or 'none'}"
 
 
 def _training_rows(config: Config, length: RunLength) -> Iterator[Row]:
@@ -191,7 +194,11 @@ def _training_rows(config: Config, length: RunLength) -> Iterator[Row]:
         kl = f"KL loss {algorithm.kl_loss_coef:g} × {algorithm.kl_loss_type}"
     elif algorithm.kl_coef > 0:
         kl = f"KL {algorithm.kl_coef:g} in the reward"
+    if algorithm.kl_target is not None:
+        kl += f", steered to {algorithm.kl_target:g} nats a token over {algorithm.kl_horizon} samples"
     yield "algorithm", f"{algorithm.advantage_estimator} · clip -{algorithm.eps_clip:g} +{high:g} · {kl}"
+    if config.model.opd_teacher_load is not None:
+        yield "", f"distilled from {config.model.opd_teacher_load} × {algorithm.opd_kl_coef:g}"
     unit = (
         f"{train.micro_batch_size} samples"
         if not train.use_dynamic_batch_size

@@ -110,6 +110,7 @@ async def _train(session: Session, recipe_name: str) -> None:
     source = None
     if not config.debug.debug_train_only:
         source = build.load_source(config, session.codec, session.max_prompt, progress)
+    teacher = build.find_teacher(config, session.codec, session.max_prompt)
     schedule = _schedule(session, source)
     seed_everything(config.train.seed)
     progress.phase("loading the model")
@@ -119,7 +120,7 @@ async def _train(session: Session, recipe_name: str) -> None:
     model = build.load_policy(config, path)
     trainer = None
     if not config.debug.debug_rollout_only:
-        trainer = build.build_trainer(config, model, schedule.num_rollout, progress)
+        trainer = build.build_trainer(config, model, schedule.num_rollout, progress, teacher)
     _restore(session, trainer, source)
     async with AsyncExitStack() as stack:
         scorer = await build.open_scorer(config, config.reward, stack) if source is not None else None

@@ -4,7 +4,7 @@ A `Batch` is ragged: what is per token lies end to end, `lengths` says where eac
 its role, and `select`, `concat` and `to` are generic over the roles, so a new field is one line and can't be lost
 on the way.
 
-Axis letters: `S` samples, `T` tokens of all samples.
+Axis letters: `S` samples, `T` tokens of all samples, `P` parts of the reward.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ class Batch:
     token_ids: Int[Tensor, " T"] = _per_token()
     loss_mask: Bool[Tensor, " T"] = _per_token()  # True where the token is trained
     rollout_logprobs: Float[Tensor, " T"] = _per_token()
+    reward_parts: Float[Tensor, "S P"] | None = _per_sample(optional=True)  # the rewards one by one, before weights
     advantages: Float[Tensor, " T"] | None = _per_token(optional=True)
     loss_weights: Float[Tensor, " T"] | None = _per_token(optional=True)  # of each token in the reduction
     old_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
     ref_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)
+    teacher_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)  # of the teacher of distillation
     entropy: Float[Tensor, " T"] | None = _per_token(optional=True)  # the policy's, before the step
     correction: Float[Tensor, " T"] | None = _per_token(optional=True)  # factor on the policy loss
     values: Float[Tensor, " T"] | None = _per_token(optional=True)  # the critic's, before the step
@@ -111,8 +113,11 @@ def concat(batches: Sequence[Batch]) -> Batch:
     return replace(batches[0], **joined)
 
 
-def batch_of(samples: Sequence[Sample]) -> Batch:
-    """Scored samples as one batch, in the order given; a sample without a reward is a mistake of ours."""
+def batch_of(samples: Sequence[Sample], part_names: Sequence[str] = ()) -> Batch:
+    """Scored samples as one batch, in the order given; a sample without a reward is a mistake of ours.
+
+    `part_names` are the rewards to keep apart, in the order of the columns; every sample must have all of them.
+    """
     assert all(sample.reward is not None for sample in samples), "a sample without a reward reached the trainer"
 
     def per_token(name: str, dtype: torch.dtype) -> Tensor:
@@ -131,4 +136,9 @@ def batch_of(samples: Sequence[Sample]) -> Batch:
         token_ids=per_token("token_ids", torch.int64),
         loss_mask=per_token("loss_mask", torch.bool),
         rollout_logprobs=per_token("rollout_logprobs", torch.float32),
+        reward_parts=torch.tensor(
+            [[s.reward_parts[name] for name in part_names] for s in samples], dtype=torch.float32
+        ).reshape(len(samples), len(part_names))
+        if part_names
+        else None,
     )

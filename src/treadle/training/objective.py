@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -14,21 +14,18 @@ from treadle.algorithms.advantages import (
     Advantages,
     AdvantageSettings,
     Estimator,
-    broadcast,
     compute_advantages,
-    find_estimator,
 )
-from treadle.algorithms.contract import check_advantage, check_policy_loss
-from treadle.algorithms.corrections import correct, find_correction
-from treadle.algorithms.kl import k3, kl_per_token
-from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, find_policy_loss, opsm_mask
+from treadle.algorithms.corrections import CorrectionSettings
+from treadle.algorithms.kl import AdaptiveKL, k3, kl_per_token, update_kl_coef
+from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, opsm_mask
 from treadle.algorithms.reduce import Denominators, Mode, token_weights, trajectory_tokens
-from treadle.algorithms.selection import top_entropy_mask
 from treadle.algorithms.shaping import overlong_penalty
 from treadle.config import AlgorithmSection
 from treadle.errors import ConfigError
-from treadle.registry import resolve
 from treadle.training.batch import Batch
+from treadle.training.correction import correction_settings, loss_factor
+from treadle.training.custom import chosen_estimator, chosen_policy_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +36,9 @@ class Objective:
     estimator: Estimator
     policy_loss_fn: PolicyLossFn
     max_response_len: int
+    kl_weight: float  # of KL, in the reward or in the loss; moves where a target steers it
+    corrections: CorrectionSettings | None
+    part_weights: Mapping[str, float]  # of the rewards an estimator reads one by one; empty for the others
 
     @property
     def entropy_coef(self) -> float:
@@ -46,7 +46,16 @@ class Objective:
 
     @property
     def kl_loss_coef(self) -> float:
-        return self.section.kl_loss_coef if self.section.use_kl_loss else 0.0
+        return self.kl_weight if self.section.use_kl_loss and self.section.kl_loss_coef > 0 else 0.0
+
+    @property
+    def kl_coef(self) -> float:
+        return self.kl_weight if self.section.kl_coef > 0 else 0.0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True where the policy is distilled from a teacher."""
+        return self.section.opd_kl_coef > 0
 
     @property
     def needs_reference(self) -> bool:
@@ -56,7 +65,9 @@ class Objective:
     @property
     def needs_old_logprobs(self) -> bool:
         """True where something reads the policy's logprobs before the first step (more than one step does as well)."""
-        return self.section.kl_coef > 0 or self.section.rollout_correction is not None
+        section = self.section
+        compares_engine = section.rollout_correction is not None or section.m2po_threshold is not None
+        return section.kl_coef > 0 or compares_engine or self.needs_teacher
 
     @property
     def needs_entropy(self) -> bool:
@@ -74,37 +85,23 @@ class Objective:
         """True where the estimator reads a critic."""
         return self.estimator.needs_values
 
-    def correction(self, batch: Batch) -> Float[Tensor, " T"] | None:
-        """Factor on the policy loss of each token, of a whole rollout; None where nothing changes it.
+    def steered(self, measured_kl: float, num_samples: int) -> Objective:
+        """The objective of the next rollout, its weight of KL moved towards `kl_target`.
 
-        The rollout correction's weights, and 0 on tokens that are left out for their low entropy.
+        `measured_kl` is the mean per trained token of the rollout, as `train/kl` has it, in nats.
         """
-        fraction = self.section.top_entropy_fraction
-        weights = self._rollout_weights(batch)
-        if fraction is None:
-            return weights
-        assert batch.entropy is not None
-        kept = top_entropy_mask(batch.entropy, fraction, batch.loss_mask).float()
-        return kept if weights is None else weights * kept
+        target, horizon = self.section.kl_target, self.section.kl_horizon
+        assert target is not None
+        assert horizon is not None
+        state = update_kl_coef(AdaptiveKL(self.kl_weight, target, horizon), measured_kl, num_samples)
+        return replace(self, kl_weight=state.coef)
 
-    def _rollout_weights(self, batch: Batch) -> Float[Tensor, " T"] | None:
-        name = self.section.rollout_correction
-        if name is None:
-            return None
-        assert batch.old_logprobs is not None
-        usual = find_correction(name)
-        low, high = self.section.correction_low, self.section.correction_high
-        settings = replace(
-            usual,
-            low=usual.low if low is None else low,
-            high=usual.high if high is None else high,
-            veto_below=self.section.correction_veto,
-        )
-        found = correct(batch.old_logprobs, batch.rollout_logprobs, batch.sample_index, settings, batch.loss_mask)
-        return found.weights
+    def correction(self, batch: Batch) -> Float[Tensor, " T"] | None:
+        """Factor on the policy loss of each token, of a whole rollout; None where nothing changes it."""
+        return loss_factor(self.section, self.corrections, batch)
 
     def rewards(self, batch: Batch) -> Float[Tensor, " S"]:
-        """The rewards advantages are made of: as scored, less the penalty of an overlong response."""
+        """The rewards advantages are made of: those of the batch, less the penalty of an overlong response."""
         buffer = self.section.overlong_buffer_len
         if buffer is None:
             return batch.rewards
@@ -115,7 +112,7 @@ class Objective:
         """Advantages and returns of a whole rollout, each float32 [T], 0 on untrained tokens."""
         section = self.section
         kl = None
-        if section.kl_coef > 0:
+        if self.kl_coef > 0:
             assert batch.old_logprobs is not None
             assert batch.ref_logprobs is not None
             kl = kl_per_token("k1", batch.old_logprobs, batch.ref_logprobs)
@@ -125,15 +122,20 @@ class Objective:
             sample_index=batch.sample_index,
             mask=batch.loss_mask,
             trajectory_ids=batch.trajectory_ids,
+            reward_parts=batch.reward_parts,
+            part_weights=torch.tensor(list(self.part_weights.values())) if self.part_weights else None,
             kl=kl,
             values=batch.values,
+            student_logprobs=batch.old_logprobs,
+            teacher_logprobs=batch.teacher_logprobs,
         )
         settings = AdvantageSettings(
             std_normalization=section.grpo_std_normalization,
             whiten=True if section.normalize_advantages else None,
-            kl_coef=section.kl_coef,
+            kl_coef=self.kl_coef,
             gamma=section.gamma,
             lambd=section.lambd,
+            opd_kl_coef=section.opd_kl_coef,
         )
         return compute_advantages(self.estimator, inputs, settings)
 
@@ -174,6 +176,8 @@ class Objective:
             eps_clip=section.eps_clip,
             eps_clip_high=section.eps_clip_high,
             eps_clip_c=section.eps_clip_c,
+            sapo_tau_positive=section.sapo_tau_positive,
+            sapo_tau_negative=section.sapo_tau_negative,
         )
         result = self.policy_loss_fn(inputs)
         if section.opsm_delta is None:
@@ -191,49 +195,23 @@ class Objective:
         return k3(logprobs, other)
 
 
-def build_objective(section: AlgorithmSection, max_response_len: int) -> Objective:
-    """Resolve the names of the algorithm section; raises `ConfigError` for an unknown one."""
-    estimator = _estimator(section)
-    return Objective(section, estimator, _policy_loss(section, estimator), max_response_len)
+def build_objective(
+    section: AlgorithmSection, max_response_len: int, part_weights: Mapping[str, float] | None = None
+) -> Objective:
+    """Resolve the names of the algorithm section; raises `ConfigError` for an unknown one.
 
-
-def _estimator(section: AlgorithmSection) -> Estimator:
-    """The named estimator, or the user's, checked against the contract of estimators."""
-    path = section.custom_advantage_path
-    if path is None:
-        return find_estimator(section.advantage_estimator)
-    found: Any = resolve("advantage", path, {})
-    rule = found if isinstance(found, Estimator) else Estimator(path, found, broadcast, "custom_advantage_path")
-    _hold_to_contract("custom_advantage_path", path, lambda: check_advantage(rule))
-    unread = [
-        f"{name} = {value}"
-        for name, value, default, is_read in (
-            ("kl_coef", section.kl_coef, 0.0, rule.per_token_reward),
-            ("gamma", section.gamma, 1.0, rule.uses_gamma),
-            ("lambd", section.lambd, 1.0, rule.needs_values),
-        )
-        if value != default and not is_read
-    ]
-    if unread:
-        raise ConfigError(f"{', '.join(unread)} does nothing with custom_advantage_path {path!r}; drop it")
-    if rule.needs_parts:
-        raise ConfigError(f"custom_advantage_path {path!r} needs the parts of the reward, which are not passed on yet")
-    return rule
-
-
-def _policy_loss(section: AlgorithmSection, estimator: Estimator) -> PolicyLossFn:
-    """The named policy loss, or the user's, checked against the contract of policy losses."""
-    path = section.custom_loss_path
-    if path is None:
-        return find_policy_loss(section.policy_loss or estimator.policy_loss)
-    found: Any = resolve("policy loss", path, {})
-    _hold_to_contract("custom_loss_path", path, lambda: check_policy_loss(found))
-    return found
-
-
-def _hold_to_contract(field: str, path: str, check: Callable[[], None]) -> None:
-    try:
-        check()
-    except Exception as error:  # the user's code may raise anything
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise ConfigError(f"{field} {path!r} does not do what the trainer relies on: {reason}") from error
+    `part_weights` are those of the rewards, by the name of their part, for estimators that read them one by one.
+    """
+    estimator = chosen_estimator(section)
+    parts = dict(part_weights or {}) if estimator.needs_parts else {}
+    if estimator.needs_parts and not parts:
+        raise ConfigError(f"advantage {estimator.name!r} reads the rewards one by one; name them with rm_type")
+    return Objective(
+        section,
+        estimator,
+        chosen_policy_loss(section, estimator),
+        max_response_len,
+        kl_weight=section.kl_coef or (section.kl_loss_coef if section.use_kl_loss else 0.0),
+        corrections=correction_settings(section),
+        part_weights=parts,
+    )

@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 FILE = "reference.safetensors"
 
 
+@contextmanager
+def lent_to(device: torch.device, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model on this device; back in host memory afterwards, where the device has a memory of its own."""
+    try:
+        yield model.to(device)
+    finally:
+        if device.type != "cpu":
+            model.to("cpu")
+
+
 class Reference:
     """A frozen model, and when it follows the policy.
 
@@ -37,15 +47,6 @@ class Reference:
     def moves(self) -> bool:
         """True where the reference changes over the run, so that a checkpoint must hold it."""
         return self.interval is not None or self.decay is not None
-
-    @contextmanager
-    def on(self, device: torch.device) -> Iterator[PreTrainedModel]:
-        """The model on this device; back in host memory afterwards, where the device has a memory of its own."""
-        try:
-            yield self.model.to(device)
-        finally:
-            if device.type != "cpu":
-                self.model.to("cpu")
 
     @torch.no_grad()
     def follow(self, rollouts_done: int, policy: Mapping[str, Tensor]) -> None:

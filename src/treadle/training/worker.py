@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from treadle.algorithms.shaping import RunningMoments
 from treadle.config import BatchArithmetic, Config
-from treadle.metrics import Metric, metric
+from treadle.metrics import Metric, metric, reduce_metrics
 from treadle.models.load import load_parameters, save_model
 from treadle.training.batch import Batch, batch_of
 from treadle.training.checkpoint import Checkpoint, check_same_model
+from treadle.training.conditioning import condition_rewards
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.critic import Critic
 from treadle.training.micro_batches import MicroBatches
 from treadle.training.objective import Objective, build_objective
 from treadle.training.optim import MasterOptimizer
-from treadle.training.reference import Reference
+from treadle.training.reference import Reference, lent_to
 from treadle.training.step import micro_batch_loss, micro_batch_metrics, packed_entropy, packed_logprobs
 from treadle.types import Group, Sample, Status
 
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 class Trainer:
     """A model, its optimizer, and what one rollout does to them.
 
-    `reference` is needed where the objective uses KL, `critic` where it uses values; `warn` hears of skipped steps.
+    `reference` is needed where the objective uses KL, `critic` where it uses values, `teacher` (frozen) where it
+    distils; `warn` hears of skipped steps.
     """
 
     def __init__(
@@ -45,13 +49,18 @@ class Trainer:
         reference: Reference | None = None,
         warn: Callable[[str], None] = warnings.warn,
         critic: Critic | None = None,
+        teacher: PreTrainedModel | None = None,
     ):
-        self.critic = critic
+        self.critic, self.teacher = critic, teacher
         self.model, self.config, self.arithmetic, self.reference, self.warn = model, config, arithmetic, reference, warn
         self.micro_batches = MicroBatches(config.train, next(model.parameters()).device)
-        self.objective: Objective = build_objective(config.algorithm, config.rollout.rollout_max_response_len)
+        self.objective: Objective = build_objective(
+            config.algorithm, config.rollout.rollout_max_response_len, config.reward.part_weights
+        )
+        self.reward_moments = RunningMoments()
         assert not self.objective.needs_reference or reference is not None, "the objective needs a reference model"
         assert self.objective.needs_values == (critic is not None), "a critic is given exactly where values are needed"
+        assert self.objective.needs_teacher == (teacher is not None), "a teacher is given exactly where one is needed"
         self.optimizer = MasterOptimizer(model, config.optim, total_steps)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -69,9 +78,11 @@ class Trainer:
         """
         began = time.perf_counter()
         samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
-        batch = batch_of(samples)
+        batch = batch_of(samples, tuple(self.objective.part_weights))
         if len(batch):
-            batch = self._score(batch)
+            rewards, self.reward_moments = condition_rewards(batch.rewards, self.config.reward, self.reward_moments)
+            batch = self._score(replace(batch, rewards=rewards))
+            metrics += _teacher_metrics(batch)
             found = self.objective.advantages(batch)
             batch = replace(
                 batch, advantages=found.advantages, returns=found.returns, correction=self.objective.correction(batch)
@@ -91,6 +102,7 @@ class Trainer:
                 metrics += self._step(part)
         if self.reference is not None:
             self.reference.follow(rollout_id + 1, self.optimizer.masters)
+        metrics += self._steer_kl(metrics, len(batch))
         seconds = time.perf_counter() - began
         metrics += [
             metric("train/seconds", seconds),
@@ -110,12 +122,15 @@ class Trainer:
         steps: list[int] = []
         dropped: dict[str, int] = {}
         for place, sample in enumerate(samples):
-            reason = _reason_to_drop(sample)
+            reason = _reason_to_drop(sample, tuple(self.objective.part_weights))
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
                 continue
             kept.append(sample)
             steps.append(place * self.arithmetic.num_steps_per_rollout // len(samples))
+        if "missing_part" in dropped:
+            names = ", ".join(self.objective.part_weights)
+            self.warn(f"{dropped['missing_part']} samples lack a value of one of {names} and are not trained on")
         return kept, steps, [metric(f"rollout/dropped/{reason}", count) for reason, count in sorted(dropped.items())]
 
     def _masked(self, samples: Sequence[Sample]) -> list[bool]:
@@ -133,8 +148,11 @@ class Trainer:
             batch = replace(batch, entropy=found)
         if self.objective.needs_reference:
             assert self.reference is not None
-            with self.reference.on(self.device) as model:
+            with lent_to(self.device, self.reference.model) as model:
                 batch = replace(batch, ref_logprobs=self.logprobs(batch, model))
+        if self.teacher is not None:
+            with lent_to(self.device, self.teacher) as model:
+                batch = replace(batch, teacher_logprobs=self.logprobs(batch, model))
         if self.critic is not None:
             batch = replace(batch, values=self.critic.values(batch))
         return batch
@@ -143,6 +161,16 @@ class Trainer:
         """Logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
         backend = self.config.model.attention_backend
         return self.micro_batches.per_token(batch, lambda packed: packed_logprobs(model, packed, backend))
+
+    def _steer_kl(self, metrics: Sequence[Metric], num_samples: int) -> list[Metric]:
+        """Move the weight of KL for the next rollout by what was measured in this one; nothing where there is no target."""
+        if self.config.algorithm.kl_target is None:
+            return []
+        used = metric("train/kl_coef", self.objective.kl_weight)
+        measured = reduce_metrics(m for m in metrics if m.name == "train/kl").get("train/kl", math.nan)
+        if not math.isnan(measured):  # no step was taken, or the policy is broken: leave the weight as it is
+            self.objective = self.objective.steered(measured, num_samples)
+        return [used]
 
     # One optimizer step
 
@@ -199,10 +227,16 @@ class Trainer:
         if self.reference is not None:
             self.reference.write(folder)
 
-    def state(self) -> dict[str, int]:
-        """How many optimizer steps were taken: where the schedules stand."""
-        critic = {} if self.critic is None else {"critic_steps": self.critic.optimizer.num_steps}
-        return {"optimizer_steps": self.optimizer.num_steps, **critic}
+    def state(self) -> dict[str, Any]:
+        """Where the schedules stand, and what moves over a run beside weights; JSON values."""
+        state: dict[str, Any] = {"optimizer_steps": self.optimizer.num_steps}
+        if self.critic is not None:
+            state["critic_steps"] = self.critic.optimizer.num_steps
+        if self.config.algorithm.kl_target is not None:
+            state["kl_weight"] = self.objective.kl_weight
+        if self.config.reward.normalize_rewards_running:
+            state["reward_moments"] = astuple(self.reward_moments)
+        return state
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule; raises `CheckpointError` for a checkpoint of another model."""
@@ -211,13 +245,26 @@ class Trainer:
         self.optimizer.load_masters(tensors)
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
         self.optimizer.num_steps = checkpoint.state["optimizer_steps"]
+        if self.config.algorithm.kl_target is not None and "kl_weight" in checkpoint.state:
+            self.objective = replace(self.objective, kl_weight=checkpoint.state["kl_weight"])
+        if "reward_moments" in checkpoint.state:
+            self.reward_moments = RunningMoments(*checkpoint.state["reward_moments"])
         if self.critic is not None:
             self.critic.load(checkpoint)
         if self.reference is not None:
             self.reference.load(checkpoint)
 
 
-def _reason_to_drop(sample: Sample) -> str:
+def _reason_to_drop(sample: Sample, part_names: Sequence[str]) -> str:
     if sample.status is Status.FAILED or sample.reward is None:
         return "failed"
+    if not all(name in sample.reward_parts for name in part_names):  # a reward said None of it
+        return "missing_part"
     return "" if sample.loss_mask.any() else "nothing_sampled"
+
+
+def _teacher_metrics(batch: Batch) -> list[Metric]:
+    if batch.teacher_logprobs is None or batch.old_logprobs is None:
+        return []
+    gap = (batch.old_logprobs - batch.teacher_logprobs)[batch.loss_mask]
+    return [metric("train/teacher_kl", float(gap.double().mean()), gap.shape[0])]

@@ -12,7 +12,6 @@ from treadle.algorithms.corrections import (
     CorrectionSettings,
     Level,
     correct,
-    decoupled,
     m2po_mask,
     vetoed,
 )
@@ -102,38 +101,35 @@ def test_bad_bounds_are_refused_with_the_numbers():
 def test_m2po_by_hand():
     # Squares 0.01, 1, 0.04, 0.09: means of the smallest 1, 2, 3, 4 are 0.01, 0.025, 0.0467, 0.285.
     old = f64(0.1, -1.0, 0.2, -0.3)
-    prox = torch.zeros(4, dtype=torch.float64)
-    assert m2po_mask(old, prox, threshold=0.04).tolist() == [True, False, True, False]
-    assert m2po_mask(old, prox, threshold=0.05).tolist() == [True, False, True, True]
-    assert m2po_mask(old, prox, threshold=0.3).all()
-    assert not m2po_mask(old, prox, threshold=0.005).any()
+    rollout = torch.zeros(4, dtype=torch.float64)
+    assert m2po_mask(old, rollout, threshold=0.04).tolist() == [True, False, True, False]
+    assert m2po_mask(old, rollout, threshold=0.05).tolist() == [True, False, True, True]
+    assert m2po_mask(old, rollout, threshold=0.3).all()
+    assert not m2po_mask(old, rollout, threshold=0.005).any()
     mask = torch.tensor([True, False, False, True])
-    assert m2po_mask(old, prox, threshold=0.06, mask=mask).tolist() == [True, False, False, True]
+    assert m2po_mask(old, rollout, threshold=0.06, mask=mask).tolist() == [True, False, False, True]
     with pytest.raises(ConfigError, match="got 0"):
-        m2po_mask(old, prox, threshold=0)
+        m2po_mask(old, rollout, threshold=0)
 
 
 def test_decoupled_ppo_by_hand():
-    # Proximal ratio 1.5 (clipped to 1.2 for A = 1), weight p_prox / p_behave = 2; and 0.9 with weight 0.5.
+    """exp(lp_prox - lp_behave) = 2 and 0.5 on PPO's loss with the ratio to the proximal policy: 1.5 (clipped), 0.9."""
     logprobs = f64(math.log(0.3), math.log(0.45)).requires_grad_()
-    inputs = PolicyLossInputs(
-        logprobs=logprobs,
-        old_logprobs=f64(0.1, 1.0).log(),
-        advantages=f64(1.0, -1.0),
-        sample_index=torch.tensor([0, 0]),
-    )
-    result = decoupled(inputs, f64(0.2, 0.5).log())
-    torch.testing.assert_close(result.loss, f64(-1.2 * 2, 0.9 * 0.5))
+    prox, behave, index = f64(0.2, 0.5).log(), f64(0.1, 1.0).log(), torch.tensor([0, 0])
+    inputs = PolicyLossInputs(logprobs, prox, advantages=f64(1.0, -1.0), sample_index=index)
+    result = POLICY_LOSSES["ppo"](inputs)
+    loss = result.loss * correct(prox, behave, index, CORRECTIONS["decoupled"]).weights
+    torch.testing.assert_close(loss, f64(-1.2 * 2, 0.9 * 0.5))
     assert result.clipped.tolist() == [True, False]
-    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     torch.testing.assert_close(gradient, f64(0, 0.45))
-    capped = decoupled(inputs, f64(0.2, 0.5).log(), weight_cap=1.5)
-    torch.testing.assert_close(capped.loss, f64(-1.2 * 1.5, 0.45))
+    capped = correct(prox, behave, index, replace(CORRECTIONS["decoupled"], high=1.5)).weights
+    torch.testing.assert_close(capped, f64(1.5, 0.5))
 
 
-def test_decoupled_with_the_behaviour_as_proximal_policy_is_the_plain_loss():
-    inputs = PolicyLossInputs(f64(-1.0, -2.0), f64(-1.3, -1.9), f64(1.0, -1.0), torch.tensor([0, 1]))
-    torch.testing.assert_close(decoupled(inputs, inputs.old_logprobs).loss, POLICY_LOSSES["ppo"](inputs).loss)
+def test_the_decoupled_weight_has_no_bound_of_its_own():
+    weights = weights_of(CORRECTIONS["decoupled"])[0]
+    torch.testing.assert_close(weights, f64(3.0, 0.4, 0, 1.0, 0.25))
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,7 +9,7 @@ from treadle.config.fields import config_fields
 SOURCE = Path(treadle.__file__).parent
 NOT_READERS = {
     # They describe, check or print fields; none of them makes a field do anything.
-    *(SOURCE / "config" / f"{name}.py" for name in ("sections", "fields", "flags", "docs", "recipe", "load", "checks")),
+    *(SOURCE / "config" / f"{name}.py" for name in ("fields", "flags", "docs", "recipe", "load", "checks", "chosen")),
     *(SOURCE / "config").glob("rules_*.py"),
     SOURCE / "run" / "plan.py",
     SOURCE / "run" / "memory.py",

@@ -1,6 +1,7 @@
 """The plan's numbers, worked out by hand, and the whole plan of a tiny model that is never loaded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -130,6 +131,20 @@ def test_halves_of_the_loop_hold_less():
     parts = memory("--debug-train-only", "--load-debug-rollout-data", "x")
     assert "KV cache" not in parts
     assert "Adam (two moments)" in parts
+
+
+def test_a_teacher_and_a_steered_kl_are_in_the_plan():
+    flags = ["--opd-teacher-load", "big", "--opd-kl-coef", "0.5", "--rm-type", "--label-key", "None"]
+    flags += ["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-target", "0.05", "--kl-horizon", "5000"]
+    config = load_config(None, [*SOUND, *flags])
+    shape = replace(SHAPE, teacher_parameters=2**30)
+    page = make_plan(config, shape, DataSizes(100), MACHINE)
+    assert "KL loss 0.1 × low_var_kl, steered to 0.05 nats a token over 5000 samples" in page
+    assert "distilled from big × 0.5" in page
+    assert row(page, "sampling").endswith("reward none")
+    parts = {part.name: part.num_bytes for part in memory_parts(config, shape)}
+    assert parts["teacher"] == 2**31  # bfloat16
+    assert "teacher" not in memory()
 
 
 def test_training_from_saved_rollouts_takes_all_of_them():

@@ -113,10 +113,12 @@ def test_batch_of_samples():
     assert batch.rollout_logprobs.tolist() == [-0.25] * 5
     assert (batch.token_ids.dtype, batch.loss_mask.dtype) == (torch.int64, torch.bool)
     assert [f.name for f in fields(Batch) if getattr(batch, f.name) is None] == [
+        "reward_parts",
         "advantages",
         "loss_weights",
         "old_logprobs",
         "ref_logprobs",
+        "teacher_logprobs",
         "entropy",
         "correction",
         "values",

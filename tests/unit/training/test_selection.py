@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from treadle.config import AlgorithmSection
-from treadle.config.names import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from treadle.config.names import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    TRUNCATING_CORRECTIONS,
+)
 from treadle.training.batch import batch_of
 from treadle.training.objective import build_objective
 from treadle.types import Status
@@ -24,14 +30,25 @@ def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
     assert set(POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
     assert set(CORRECTIONS) == set(algorithms.CORRECTIONS)
     assert set(KL_ESTIMATORS) == set(algorithms.KL_ESTIMATORS)
+    assert set(ADVANTAGE_ESTIMATORS) == set(algorithms.ESTIMATORS)
+    truncating = {name for name, c in algorithms.CORRECTIONS.items() if c.bound == algorithms.Bound.TRUNCATE}
+    assert truncating == TRUNCATING_CORRECTIONS
     for name, traits in ADVANTAGE_ESTIMATORS.items():
         rule = algorithms.ESTIMATORS[name]
-        assert (rule.needs_group, rule.per_token_reward, rule.uses_gamma, rule.needs_values, rule.whitens) == (
+        assert (
+            rule.needs_group,
+            rule.per_token_reward,
+            rule.uses_gamma,
+            rule.needs_values,
+            rule.whitens,
+            rule.needs_parts,
+        ) == (
             traits.compares_group,
             traits.uses_kl_coef,
             traits.uses_gamma,
             traits.uses_critic,
             traits.whitens,
+            traits.uses_parts,
         ), name
 
 

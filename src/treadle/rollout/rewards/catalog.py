@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from treadle.config.names import reward_names
 from treadle.errors import RewardError
 from treadle.registry import resolve
 from treadle.rollout.rewards.builtin import BUILTIN_REWARDS, BuiltinReward, RewardSettings
@@ -35,22 +36,17 @@ class RewardSpec:
 
 
 def make_specs(targets: tuple[str, ...], settings: RewardSettings) -> list[RewardSpec]:
-    """Give each reward its part name: the built-in's, or the function's; a number is added where two are equal.
+    """Give each reward its part name (`reward_names`).
 
     A file is made absolute, so that workers find it from any folder. Raises `RewardError` for a repeated reward.
     """
     specs: list[RewardSpec] = []
-    for target in targets:
+    for name, target in zip(reward_names(targets), targets, strict=True):
         location, _, path = target.rpartition(":")
         if location.endswith(".py") and (file := Path(location).expanduser()).is_file():
             target = f"{file.resolve()}:{path}"
         if any(spec.target == target for spec in specs):
             raise RewardError(f"reward {target!r} is given twice; give it once, with its weight in --rm-weights")
-        base = target if target in BUILTIN_REWARDS else path.replace("/", ".")
-        taken = {spec.name for spec in specs}
-        name, number = base, 2
-        while name in taken:
-            name, number = f"{base}_{number}", number + 1
         specs.append(RewardSpec(name, target, settings))
     return specs
 

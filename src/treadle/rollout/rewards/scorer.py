@@ -58,14 +58,15 @@ class PlacedReward:
     function: RewardFunction | None
 
 
-def build_scorer(reward: RewardSection, *, group_wait_seconds: float = 3600.0) -> RewardScorer:
+def build_scorer(reward: RewardSection, *, group_wait_seconds: float = 3600.0, required: bool = True) -> RewardScorer:
     """Build the scorer of a `[reward]` section; your own rewards are imported here to see their form.
 
-    `group_wait_seconds` bounds how long a TRL-style reward waits for the rest of a group. Raises `RewardError` or
+    `group_wait_seconds` bounds how long a TRL-style reward waits for the rest of a group. Where no reward is
+    `required` and none is given, every sample's is 0. Raises `RewardError` or
     `ConfigError` where a name, a path, a signature or the weights are wrong.
     """
-    targets = reward.rm_type + ((reward.custom_rm_path,) if reward.custom_rm_path else ())
-    if not targets:
+    targets = reward.targets
+    if not targets and required:
         raise RewardError(
             f"no reward is given; set --rm-type ({', '.join(sorted(BUILTIN_REWARDS))}) or --custom-rm-path"
         )
@@ -243,7 +244,7 @@ def _join(
             total += reward.weight * outcome.value
             parts[reward.spec.name] = outcome.value
             parts |= {f"{reward.spec.name}.{key}": value for key, value in outcome.parts.items()}
-    if not faults and not parts:
+    if not faults and rewards and not parts:
         faults.append("no reward gave this sample a value: all returned None")
     if not faults and not math.isfinite(total):
         faults.append(f"the weighted sum of the rewards is {total}")

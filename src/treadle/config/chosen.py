@@ -1,0 +1,47 @@
+"""What a configuration chose, for the rules that look at it: the estimator with its traits, and the policy loss."""
+
+from __future__ import annotations
+
+from treadle.config.names import ADVANTAGE_ESTIMATORS, Estimator
+from treadle.config.sections import Config
+
+
+def estimator_of(config: Config) -> tuple[str, Estimator] | None:
+    """The estimator's name and traits; None for a user's own, or a name that is unknown (a finding of its own)."""
+    if config.algorithm.custom_advantage_path is not None:
+        return None
+    name = config.algorithm.advantage_estimator
+    traits = ADVANTAGE_ESTIMATORS.get(name)
+    return None if traits is None else (name, traits)
+
+
+def policy_loss_of(config: Config) -> str | None:
+    """The policy loss in use; None for a user's own, or where the estimator is unknown or a user's own."""
+    if config.algorithm.custom_loss_path is not None:
+        return None
+    found = estimator_of(config)
+    return config.algorithm.policy_loss or (found[1].policy_loss if found else None)
+
+
+def kl_is_weighted(config: Config) -> bool:
+    """True where KL has a weight above 0, in the reward or in the loss."""
+    algorithm = config.algorithm
+    return algorithm.kl_coef > 0 or (algorithm.use_kl_loss and algorithm.kl_loss_coef > 0)
+
+
+def ignores_scale(config: Config, traits: Estimator) -> bool:
+    """True where advantages are the same for rewards times any factor: something divides by their spread."""
+    algorithm = config.algorithm
+    if algorithm.overlong_buffer_len is not None or traits.uses_critic:  # a penalty, or a value, of fixed size
+        return False
+    whitened = traits.whitens or algorithm.normalize_advantages
+    alone = algorithm.kl_coef == 0 and algorithm.opd_kl_coef == 0
+    in_group = (traits.divides_by_std and algorithm.grpo_std_normalization) or traits.divides_by_mean
+    return in_group or (whitened and alone)
+
+
+def ignores_bias(config: Config, traits: Estimator) -> bool:
+    """True where advantages are the same for rewards plus any constant: a mean is taken off them."""
+    if traits.compares_group:
+        return not traits.divides_by_mean
+    return not traits.uses_critic and config.algorithm.gamma == 1 and traits.whitens

@@ -1,0 +1,61 @@
+"""The factor on each token's policy loss: what corrects for the engine, and which tokens are left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from treadle.algorithms.corrections import Bound, CorrectionSettings, Level, correct, find_correction, m2po_mask
+from treadle.algorithms.selection import top_entropy_mask
+from treadle.config import AlgorithmSection
+from treadle.training.batch import Batch
+
+
+def correction_settings(section: AlgorithmSection) -> CorrectionSettings | None:
+    """The named correction with the numbers given; None where none is asked for.
+
+    Raises `ConfigError` for an unknown name, or bounds that are out of order once the usual ones are filled in.
+    """
+    if section.rollout_correction is None:
+        return None
+    given = {
+        "bound": None if section.correction_bound is None else Bound(section.correction_bound),
+        "low": section.correction_low,
+        "high": section.correction_high,
+        "reject_level": None if section.correction_reject_level is None else Level(section.correction_reject_level),
+        "reject_low": section.correction_reject_low,
+        "reject_high": section.correction_reject_high,
+        "veto_below": section.correction_veto,
+        "batch_mean_one": section.correction_batch_mean_one,
+    }
+    usual = find_correction(section.rollout_correction)
+    return replace(usual, **{name: value for name, value in given.items() if value is not None})
+
+
+def loss_factor(
+    section: AlgorithmSection, settings: CorrectionSettings | None, batch: Batch
+) -> Float[Tensor, " T"] | None:
+    """Factor of each token, of a whole rollout; None where nothing changes the policy loss.
+
+    The correction's weight, and 0 on tokens that m2po drops or that are left out for their low entropy.
+    """
+    factors: list[Tensor] = []
+    if settings is not None:
+        assert batch.old_logprobs is not None
+        found = correct(batch.old_logprobs, batch.rollout_logprobs, batch.sample_index, settings, batch.loss_mask)
+        factors.append(found.weights)
+    if section.m2po_threshold is not None:
+        assert batch.old_logprobs is not None
+        kept = m2po_mask(batch.old_logprobs, batch.rollout_logprobs, section.m2po_threshold, batch.loss_mask)
+        factors.append(kept.float())
+    if section.top_entropy_fraction is not None:
+        assert batch.entropy is not None
+        factors.append(top_entropy_mask(batch.entropy, section.top_entropy_fraction, batch.loss_mask).float())
+    if not factors:
+        return None
+    product = factors[0]
+    for factor in factors[1:]:
+        product = product * factor
+    return product
