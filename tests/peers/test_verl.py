@@ -27,7 +27,6 @@ from treadle.algorithms import (
     PolicyLossInputs,
     compute_advantages,
     correct,
-    decoupled,
     find_policy_loss,
     kl_per_token,
     token_weights,
@@ -451,12 +450,16 @@ def test_differs_batch_mean_one_counts_tokens(rollout) -> None:
 
 
 def test_decoupled_is_their_vanilla_loss_with_weights(rollout) -> None:
+    """The ratio is to the policy before the step (proximal), the weight from the engine's (behaviour) to that one."""
     engine = rollout.logprobs(1)
     before = engine + rollout.random(2, 0.5)
     now = (before + rollout.random(3, 0.4)).requires_grad_()
     advantages, mask = rollout.random(6), rollout.mask.double()
-    result = decoupled(loss_inputs(rollout, now, engine, advantages), rollout.pack(before), weight_cap=2.0)
-    mine = value_and_gradient(weighted_sum(result.loss, our_weights(rollout, Mode.PER_TOKEN)), now)
+    settings = CorrectionSettings(Level.TOKEN, Bound.TRUNCATE, high=2.0)
+    tokens = (rollout.pack(before), rollout.pack(engine))
+    factor = correct(*tokens, rollout.sample_index, settings, rollout.trained).weights
+    result = find_policy_loss("ppo")(loss_inputs(rollout, now, before, advantages))
+    mine = value_and_gradient(weighted_sum(result.loss * factor, our_weights(rollout, Mode.PER_TOKEN)), now)
     weights, _ = corrections.compute_rollout_correction_weights(before - engine, mask, "token", 2.0)
     config = actor_config("token-mean", clip_ratio_c=1e9)
     loss, _ = core.compute_policy_loss_vanilla(before, now, advantages, mask, "token-mean", config, weights)
