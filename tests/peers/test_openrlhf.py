@@ -41,7 +41,7 @@ from treadle.algorithms import (
 )
 from treadle.algorithms.advantages import token_rewards
 
-reason = "openrlhf is not installed; docs/algorithms/README.md says how to run this"
+reason = "openrlhf is not installed; see tests/peers/requirements.txt"
 pytest.importorskip("openrlhf", reason=reason)
 pytest.importorskip("deepspeed", reason=reason)
 

@@ -39,7 +39,7 @@ from treadle.algorithms import (
 )
 
 core = pytest.importorskip(
-    "verl.trainer.ppo.core_algos", reason="verl is not installed; docs/algorithms/README.md says how to run this"
+    "verl.trainer.ppo.core_algos", reason="verl is not installed; see tests/peers/requirements.txt"
 )
 corrections = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 
