@@ -19,7 +19,7 @@ import torch
 from treadle.training.batch import batch_of
 from treadle.training.step import micro_batch_loss
 
-pytest.importorskip("trl", reason="trl is not installed; `pip install --no-deps trl==1.16.0` beside Treadle")
+pytest.importorskip("trl", reason="trl is not installed; see tests/peers/requirements.txt")
 
 LONGEST = 9
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
