@@ -2,7 +2,8 @@
 
 Samples of a group share their prompt: it is fed once in each micro-batch that holds some of them. So groups are
 spread whole, the largest first and each to the emptiest place (Graham's LPT), and only what does not fit is broken
-up, which feeds its prompt again. The same procedure fills ranks and, within a rank, micro-batches.
+up, which feeds its prompt again. The same procedure fills ranks and, within a rank, micro-batches; where it finds
+no room, best fit decreasing does the same with the fullest place that has room.
 
 Everything is decided by sizes alone: equal inputs in another order give equal loads.
 Axis letters: `S` samples, `G` groups.
@@ -11,8 +12,7 @@ Axis letters: `S` samples, `G` groups.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -21,7 +21,9 @@ import numpy as np
 from jaxtyping import Int
 
 TOLERANCE = 0.02
-"""How far the heaviest rank may be over the mean before groups are broken up for balance."""
+"""How far the heaviest rank may be over the mean before a better balance is searched for."""
+SEARCH_STEPS = 8
+"""How often the load asked of the heaviest rank is halved towards the mean."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,6 @@ class Workload:
     groups: Int[np.ndarray, " S"]  # index into `shared`
     shared: Int[np.ndarray, " G"]
     own: Int[np.ndarray, " S"]
-
-    def tokens_fed(self, samples: Sequence[int]) -> int:
-        """Tokens of one micro-batch: each sample's own, and each prompt once."""
-        picked = np.asarray(samples, dtype=np.int64)
-        return int(self.own[picked].sum() + self.shared[np.unique(self.groups[picked])].sum())
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,12 @@ class _Sizes:
 
     def of(self, unit: _Unit) -> float:
         return self.heads[unit.group] + sum([self.parts[i] for i in unit.samples])
+
+    def fed(self, units: list[_Unit]) -> float:
+        """Of units in one micro-batch: a prompt counts once however many units have it."""
+        return sum([self.heads[g] for g in {u.group for u in units}]) + sum(
+            [self.parts[i] for u in units for i in u.samples]
+        )
 
     def descending(self, units: list[_Unit]) -> list[_Unit]:
         return sorted(units, key=self.of, reverse=True)  # stable
@@ -97,16 +100,21 @@ def plan_ranks(
     divided = [divide(share, max_tokens, tokens, 0) for share in shares]
     if same_count:
         count = max(map(len, divided))
-        again = [divide(share, max_tokens, tokens, count) if len(d) < count else d for share, d in zip(shares, divided)]
-        divided = [micro_batches + [[]] * (count - len(micro_batches)) for micro_batches in again]
-    return [_rank_plan(work, micro_batches) for micro_batches in divided]
+        short = [len(found) < count for found in divided]
+        levelled = [
+            divide(share, max_tokens, tokens, count) if less else found
+            for share, found, less in zip(shares, divided, short, strict=True)
+        ]
+        divided = [found + [[] for _ in range(count - len(found))] for found in levelled]
+    return [_rank_plan(micro_batches, tokens) for micro_batches in divided]
 
 
-def _rank_plan(work: Workload, micro_batches: list[list[_Unit]]) -> RankPlan:
-    held = [tuple(i for unit in units for i in unit.samples) for units in micro_batches]
-    fed = [work.tokens_fed(samples) for samples in held]
-    order = sorted(range(len(held)), key=lambda m: (not held[m], -fed[m]))
-    return RankPlan(tuple(held[m] for m in order), tuple(fed[m] for m in order))
+def _rank_plan(micro_batches: list[list[_Unit]], tokens: _Sizes) -> RankPlan:
+    ordered = sorted(micro_batches, key=lambda units: (bool(units), tokens.fed(units)), reverse=True)
+    return RankPlan(
+        tuple(tuple(i for unit in units for i in unit.samples) for units in ordered),
+        tuple(int(tokens.fed(units)) for units in ordered),
+    )
 
 
 # Units
@@ -154,24 +162,38 @@ def _join(units: list[_Unit], limit: float, sizes: _Sizes) -> list[_Unit]:
 
 
 def _shares(units: list[_Unit], num_ranks: int, max_tokens: int, tokens: _Sizes, cost: _Sizes) -> list[list[_Unit]]:
-    """The units of each rank; they are halved, quartered, … as long as that is what a better balance takes."""
+    """The units of each rank: whole where that is balanced, else with the lowest heaviest rank that was found.
+
+    The search asks for less and less (MULTIFIT) of whole units, of halves, of quarters, …
+    """
     if num_ranks == 1:
         return [units]
     mean = sum(map(cost.of, units)) / num_ranks
-    best: list[list[_Unit]] = []
-    best_load = float("inf")
+    units = cost.descending(units)
+    best = _spread(units, num_ranks, mean * (1 + TOLERANCE / 2), cost, strict=False)
+    assert best is not None
+    heaviest = _heaviest(best, cost)
     members = max((len(unit.samples) for unit in units), default=1)
     for halvings in range((members - 1).bit_length() + 1):
-        pieces = cost.descending([piece for unit in units for piece in _dealt(unit, 2**halvings)])
-        spread = _spread(pieces, num_ranks, mean * (1 + TOLERANCE / 2), cost, strict=False)
-        assert spread is not None
-        shares = [_join(share, max_tokens, tokens) for share in spread]
-        load = max(sum(map(cost.of, share)) for share in shares)
-        if load < best_load:
-            best, best_load = shares, load
-        if best_load <= mean * (1 + TOLERANCE):
+        if heaviest <= mean * (1 + TOLERANCE):
             break
+        pieces = cost.descending([piece for unit in units for piece in _dealt(unit, 2**halvings)])
+        low, high = mean, heaviest
+        for _ in range(SEARCH_STEPS):
+            limit = (low + high) / 2
+            found = _spread_or_fit(pieces, num_ranks, limit, cost)
+            if found is None:
+                low = limit
+                continue
+            high = limit
+            found = [_join(share, max_tokens, tokens) for share in found]
+            if _heaviest(found, cost) < heaviest:
+                best, heaviest = found, _heaviest(found, cost)
     return best
+
+
+def _heaviest(shares: list[list[_Unit]], cost: _Sizes) -> float:
+    return max(sum(map(cost.of, share)) for share in shares)
 
 
 def _dealt(unit: _Unit, num_pieces: int) -> list[_Unit]:
@@ -198,6 +220,51 @@ def _spread(
         else:
             bins[b].append(unit)
             heapq.heapreplace(loads, (load + size, b))
+    return _with_rest(bins, loads, left, limit, sizes, strict=strict)
+
+
+def _spread_or_fit(units: list[_Unit], num_bins: int, limit: float, sizes: _Sizes) -> list[list[_Unit]] | None:
+    """All units in that many bins within the limit: about equal if that is found, else full ones; None if neither."""
+    spread = _spread(units, num_bins, limit, sizes, strict=True)
+    return _fit(units, num_bins, limit, sizes) if spread is None else spread
+
+
+def _fit(units: list[_Unit], num_bins: int, limit: float, sizes: _Sizes) -> list[list[_Unit]] | None:
+    """Each unit, large ones first, to the fullest bin with room for it; what fits nowhere is broken up at the end.
+
+    None where the limit can't be kept like that.
+    """
+    bins: list[list[_Unit]] = []
+    loads: list[tuple[float, int]] = []  # sorted
+    left: list[_Unit] = []
+    for unit in units:
+        size = sizes.of(unit)
+        at = bisect_right(loads, (limit - size, num_bins)) - 1
+        if at >= 0:
+            load, b = loads.pop(at)
+        elif len(bins) < num_bins and (size <= limit or len(unit.samples) == 1):
+            load, b = 0.0, len(bins)
+            bins.append([])
+        else:
+            left.append(unit)
+            continue
+        bins[b].append(unit)
+        insort(loads, (load + size, b))
+    loads = sorted([*loads, *((0.0, b) for b in range(len(bins), num_bins))])  # a sorted list is a heap
+    bins += [[] for _ in range(len(bins), num_bins)]
+    return _with_rest(bins, loads, left, limit, sizes, strict=True)
+
+
+def _with_rest(
+    bins: list[list[_Unit]],
+    loads: list[tuple[float, int]],
+    left: list[_Unit],
+    limit: float,
+    sizes: _Sizes,
+    *,
+    strict: bool,
+) -> list[list[_Unit]] | None:
+    """The bins with the samples of the units that are left; `loads` is a heap of (load, bin)."""
     for unit in left:
         pieces = _broken(unit, loads, limit, sizes, strict=strict)
         if pieces is None:
@@ -240,15 +307,16 @@ def _broken(
 
 
 def _full_micro_batches(units: list[_Unit], max_tokens: int, sizes: _Sizes, at_least: int) -> list[list[_Unit]]:
-    """As few micro-batches as can be found, about equal."""
+    """As few micro-batches as can be found (but `at_least`), about equal where that is possible."""
     units = sizes.descending(units)
     best = _best_fit(units, max_tokens, sizes)
-    high = max(len(best), min(at_least, len(units)))
-    low = max(-int(-sum(map(sizes.of, units)) // max_tokens), min(at_least, len(units)), 1 if units else 0)
-    best = _spread(units, high, max_tokens, sizes, strict=True) or best if units else best
+    fewest = -int(-sum(map(sizes.of, units)) // max_tokens)
+    low = min(max(fewest, at_least), len(units))
+    high = max(len(best), low)
+    best = _spread(units, high, max_tokens, sizes, strict=True) or best
     while low < high:
         middle = (low + high) // 2
-        found = _spread(units, middle, max_tokens, sizes, strict=True)
+        found = _spread_or_fit(units, middle, max_tokens, sizes)
         if found is None:
             low = middle + 1
         else:
