@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
-from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -44,29 +44,30 @@ class RankPlan:
 
 
 class _Unit(NamedTuple):
-    """Samples of one group that stay together, the largest first."""
+    """Samples of one group that stay together, and their size in the measure at hand."""
 
     group: int
     samples: tuple[int, ...]
+    size: float
 
 
-class _Sizes:
+class _Measure:
     """One measure of work (tokens, or an estimate of time): of each prompt and of each sample beyond it."""
 
     def __init__(self, heads: np.ndarray, parts: np.ndarray):
         self.heads, self.parts = heads.tolist(), parts.tolist()
 
-    def of(self, unit: _Unit) -> float:
-        return self.heads[unit.group] + sum([self.parts[i] for i in unit.samples])
+    def unit(self, group: int, samples: tuple[int, ...]) -> _Unit:
+        return _Unit(group, samples, self.heads[group] + sum([self.parts[i] for i in samples]))
 
-    def fed(self, units: list[_Unit]) -> float:
-        """Of units in one micro-batch: a prompt counts once however many units have it."""
-        return sum([self.heads[g] for g in {u.group for u in units}]) + sum(
-            [self.parts[i] for u in units for i in u.samples]
-        )
+    def of(self, units: list[_Unit]) -> float:
+        """Of units fed together: a prompt counts once however many of them have it."""
+        heads = sum([self.heads[group] for group in {unit.group for unit in units}])
+        return heads + sum([self.parts[i] for unit in units for i in unit.samples])
 
-    def descending(self, units: list[_Unit]) -> list[_Unit]:
-        return sorted(units, key=self.of, reverse=True)  # stable
+
+def _descending(units: list[_Unit]) -> list[_Unit]:
+    return sorted(units, key=itemgetter(2), reverse=True)  # by size; stable
 
 
 def plan_ranks(
@@ -88,12 +89,12 @@ def plan_ranks(
     """
     assert num_ranks > 0
     assert max_tokens > 0
-    tokens = _Sizes(work.shared, work.own)
+    tokens = _Measure(work.shared, work.own)
     cost = tokens
     if attention_cost:
         prompt = work.shared[work.groups]
         own = work.own * (1 + attention_cost * (prompt + work.own / 2))
-        cost = _Sizes(work.shared * (1 + attention_cost * work.shared / 2), own)
+        cost = _Measure(work.shared * (1 + attention_cost * work.shared / 2), own)
     units = [piece for unit in _whole_groups(work) for piece in _cut(unit, max_tokens, tokens)]
     shares = _shares(units, num_ranks, max_tokens, tokens, cost)
     divide = _similar_micro_batches if similar_lengths else _full_micro_batches
@@ -109,12 +110,11 @@ def plan_ranks(
     return [_rank_plan(micro_batches, tokens) for micro_batches in divided]
 
 
-def _rank_plan(micro_batches: list[list[_Unit]], tokens: _Sizes) -> RankPlan:
-    ordered = sorted(micro_batches, key=lambda units: (bool(units), tokens.fed(units)), reverse=True)
-    return RankPlan(
-        tuple(tuple(i for unit in units for i in unit.samples) for units in ordered),
-        tuple(int(tokens.fed(units)) for units in ordered),
-    )
+def _rank_plan(micro_batches: list[list[_Unit]], tokens: _Measure) -> RankPlan:
+    sized = [(bool(units), int(tokens.of(units)), units) for units in micro_batches]
+    sized.sort(key=lambda found: found[:2], reverse=True)  # empty ones last
+    held = (tuple([i for unit in units for i in unit.samples]) for _, _, units in sized)
+    return RankPlan(tuple(held), tuple(size for _, size, _ in sized))
 
 
 # Units
@@ -122,88 +122,100 @@ def _rank_plan(micro_batches: list[list[_Unit]], tokens: _Sizes) -> RankPlan:
 
 def _whole_groups(work: Workload) -> list[_Unit]:
     """Every group that has samples, in an order that depends on sizes alone."""
-    order = np.lexsort((-work.own, work.groups)).tolist()
-    groups, own, shared = work.groups.tolist(), work.own.tolist(), work.shared.tolist()
-    found = [_Unit(group, tuple(members)) for group, members in groupby(order, key=groups.__getitem__)]
-    return sorted(found, key=lambda unit: (shared[unit.group], [own[i] for i in unit.samples]), reverse=True)
+    if not len(work.groups):
+        return []
+    order = np.lexsort((-work.own, work.groups))
+    groups, own = work.groups[order], work.own[order]
+    starts = np.flatnonzero(np.diff(groups, prepend=-1))
+    bounds = [*starts.tolist(), len(order)]
+    sizes = (work.shared[groups[starts]] + np.add.reduceat(own, starts)).tolist()
+    samples, names = order.tolist(), groups[starts].tolist()
+    # Big-endian bytes sort like the numbers, and a hundred thousand of them cost less than as many lists.
+    heads, parts = work.shared.astype(">i8").tobytes(), own.astype(">i8").tobytes()
+    found = [
+        (heads[8 * group : 8 * group + 8] + parts[8 * a : 8 * b], _Unit(group, tuple(samples[a:b]), size))
+        for group, a, b, size in zip(names, bounds, bounds[1:], sizes, strict=False)
+    ]
+    return [unit for _, unit in sorted(found, key=itemgetter(0), reverse=True)]
 
 
-def _cut(unit: _Unit, limit: float, sizes: _Sizes) -> list[_Unit]:
+def _cut(unit: _Unit, limit: float, tokens: _Measure) -> list[_Unit]:
     """The unit, or pieces of it that fit into a micro-batch, samples of like length together."""
-    if sizes.of(unit) <= limit or len(unit.samples) == 1:
+    if unit.size <= limit or len(unit.samples) == 1:
         return [unit]
     pieces: list[list[int]] = []
     room = 0.0
     for i in unit.samples:
-        if not pieces or sizes.parts[i] > room:
+        if not pieces or tokens.parts[i] > room:
             pieces.append([])
-            room = limit - sizes.heads[unit.group]
+            room = limit - tokens.heads[unit.group]
         pieces[-1].append(i)
-        room -= sizes.parts[i]
-    return [_Unit(unit.group, tuple(piece)) for piece in pieces]
+        room -= tokens.parts[i]
+    return [tokens.unit(unit.group, tuple(piece)) for piece in pieces]
 
 
-def _join(units: list[_Unit], limit: float, sizes: _Sizes) -> list[_Unit]:
-    """Units of the same group made one where that is within the limit."""
+def _join(units: list[_Unit], limit: float, tokens: _Measure) -> list[_Unit]:
+    """Units of the same group made one where that is within the limit; sizes in tokens."""
     joined: list[_Unit] = []
     place: dict[int, int] = {}
     for unit in units:
         at = place.get(unit.group)
-        both = unit if at is None else _Unit(unit.group, joined[at].samples + unit.samples)
-        if at is not None and sizes.of(both) <= limit:
+        both = tokens.unit(unit.group, unit.samples if at is None else joined[at].samples + unit.samples)
+        if at is not None and both.size <= limit:
             joined[at] = both
         else:
             place[unit.group] = len(joined)
-            joined.append(unit)
+            joined.append(both if at is None else tokens.unit(unit.group, unit.samples))
     return joined
+
+
+def _dealt(unit: _Unit, num_pieces: int, measure: _Measure) -> list[_Unit]:
+    """A unit's samples dealt out like cards, so that the pieces are about equal."""
+    pieces = min(num_pieces, len(unit.samples))
+    return [unit] if pieces == 1 else [measure.unit(unit.group, unit.samples[at::pieces]) for at in range(pieces)]
 
 
 # Ranks
 
 
-def _shares(units: list[_Unit], num_ranks: int, max_tokens: int, tokens: _Sizes, cost: _Sizes) -> list[list[_Unit]]:
-    """The units of each rank: whole where that is balanced, else with the lowest heaviest rank that was found.
+def _shares(units: list[_Unit], num_ranks: int, max_tokens: int, tokens: _Measure, cost: _Measure) -> list[list[_Unit]]:
+    """The units of each rank: whole where that is balanced, else with the lightest heaviest rank that was found.
 
     The search asks for less and less (MULTIFIT) of whole units, of halves, of quarters, …
     """
     if num_ranks == 1:
         return [units]
-    mean = sum(map(cost.of, units)) / num_ranks
-    units = cost.descending(units)
-    best = _spread(units, num_ranks, mean * (1 + TOLERANCE / 2), cost, strict=False)
-    assert best is not None
-    heaviest = _heaviest(best, cost)
+    if cost is not tokens:
+        units = [cost.unit(unit.group, unit.samples) for unit in units]
+    units = _descending(units)
+    mean = sum([unit.size for unit in units]) / num_ranks
+
+    def joined(shares: list[list[_Unit]]) -> tuple[float, list[list[_Unit]]]:
+        whole = [_join(share, max_tokens, tokens) for share in shares]
+        return max(sum([cost.unit(unit.group, unit.samples).size for unit in share]) for share in whole), whole
+
+    spread = _spread(units, num_ranks, mean * (1 + TOLERANCE / 2), cost, strict=False)
+    assert spread is not None
+    heaviest, best = joined(spread)
     members = max((len(unit.samples) for unit in units), default=1)
     for halvings in range((members - 1).bit_length() + 1):
         if heaviest <= mean * (1 + TOLERANCE):
             break
-        pieces = cost.descending([piece for unit in units for piece in _dealt(unit, 2**halvings)])
+        pieces = _descending([piece for unit in units for piece in _dealt(unit, 2**halvings, cost)])
         low, high = mean, heaviest
         for _ in range(SEARCH_STEPS):
             limit = (low + high) / 2
-            found = _spread_or_fit(pieces, num_ranks, limit, cost)
-            if found is None:
+            spread = _spread_or_fit(pieces, num_ranks, limit, cost)
+            if spread is None:
                 low = limit
-                continue
-            high = limit
-            found = [_join(share, max_tokens, tokens) for share in found]
-            if _heaviest(found, cost) < heaviest:
-                best, heaviest = found, _heaviest(found, cost)
+            else:
+                high = limit
+                heaviest, best = min((heaviest, best), joined(spread), key=itemgetter(0))
     return best
 
 
-def _heaviest(shares: list[list[_Unit]], cost: _Sizes) -> float:
-    return max(sum(map(cost.of, share)) for share in shares)
-
-
-def _dealt(unit: _Unit, num_pieces: int) -> list[_Unit]:
-    """A unit's samples dealt out like cards, so that the pieces are about equal."""
-    pieces = min(num_pieces, len(unit.samples))
-    return [unit] if pieces == 1 else [_Unit(unit.group, unit.samples[at::pieces]) for at in range(pieces)]
-
-
 def _spread(
-    units: list[_Unit], num_bins: int, limit: float, sizes: _Sizes, *, strict: bool
+    units: list[_Unit], num_bins: int, limit: float, measure: _Measure, *, strict: bool
 ) -> list[list[_Unit]] | None:
     """Each unit, large ones first, to the emptiest bin; what is over the limit there is broken up at the end.
 
@@ -214,22 +226,21 @@ def _spread(
     left: list[_Unit] = []
     for unit in units:
         load, b = loads[0]
-        size = sizes.of(unit)
-        if load + size > limit and (bins[b] or len(unit.samples) > 1):
+        if load + unit.size > limit and (bins[b] or len(unit.samples) > 1):
             left.append(unit)
         else:
             bins[b].append(unit)
-            heapq.heapreplace(loads, (load + size, b))
-    return _with_rest(bins, loads, left, limit, sizes, strict=strict)
+            heapq.heapreplace(loads, (load + unit.size, b))
+    return _with_rest(bins, loads, left, limit, measure, strict=strict)
 
 
-def _spread_or_fit(units: list[_Unit], num_bins: int, limit: float, sizes: _Sizes) -> list[list[_Unit]] | None:
+def _spread_or_fit(units: list[_Unit], num_bins: int, limit: float, measure: _Measure) -> list[list[_Unit]] | None:
     """All units in that many bins within the limit: about equal if that is found, else full ones; None if neither."""
-    spread = _spread(units, num_bins, limit, sizes, strict=True)
-    return _fit(units, num_bins, limit, sizes) if spread is None else spread
+    spread = _spread(units, num_bins, limit, measure, strict=True)
+    return _fit(units, num_bins, limit, measure) if spread is None else spread
 
 
-def _fit(units: list[_Unit], num_bins: int, limit: float, sizes: _Sizes) -> list[list[_Unit]] | None:
+def _fit(units: list[_Unit], num_bins: int, limit: float, measure: _Measure) -> list[list[_Unit]] | None:
     """Each unit, large ones first, to the fullest bin with room for it; what fits nowhere is broken up at the end.
 
     None where the limit can't be kept like that.
@@ -238,21 +249,20 @@ def _fit(units: list[_Unit], num_bins: int, limit: float, sizes: _Sizes) -> list
     loads: list[tuple[float, int]] = []  # sorted
     left: list[_Unit] = []
     for unit in units:
-        size = sizes.of(unit)
-        at = bisect_right(loads, (limit - size, num_bins)) - 1
+        at = bisect_right(loads, (limit - unit.size, num_bins)) - 1
         if at >= 0:
             load, b = loads.pop(at)
-        elif len(bins) < num_bins and (size <= limit or len(unit.samples) == 1):
+        elif len(bins) < num_bins and (unit.size <= limit or len(unit.samples) == 1):
             load, b = 0.0, len(bins)
             bins.append([])
         else:
             left.append(unit)
             continue
         bins[b].append(unit)
-        insort(loads, (load + size, b))
+        insort(loads, (load + unit.size, b))
     loads = sorted([*loads, *((0.0, b) for b in range(len(bins), num_bins))])  # a sorted list is a heap
     bins += [[] for _ in range(len(bins), num_bins)]
-    return _with_rest(bins, loads, left, limit, sizes, strict=True)
+    return _with_rest(bins, loads, left, limit, measure, strict=True)
 
 
 def _with_rest(
@@ -260,34 +270,35 @@ def _with_rest(
     loads: list[tuple[float, int]],
     left: list[_Unit],
     limit: float,
-    sizes: _Sizes,
+    measure: _Measure,
     *,
     strict: bool,
 ) -> list[list[_Unit]] | None:
     """The bins with the samples of the units that are left; `loads` is a heap of (load, bin)."""
     for unit in left:
-        pieces = _broken(unit, loads, limit, sizes, strict=strict)
+        pieces = _broken(unit, loads, limit, measure, strict=strict)
         if pieces is None:
             return None
         for b, samples in pieces.items():
-            bins[b].append(_Unit(unit.group, tuple(samples)))
+            bins[b].append(measure.unit(unit.group, tuple(samples)))
     return bins
 
 
 def _broken(
-    unit: _Unit, loads: list[tuple[float, int]], limit: float, sizes: _Sizes, *, strict: bool
+    unit: _Unit, loads: list[tuple[float, int]], limit: float, measure: _Measure, *, strict: bool
 ) -> dict[int, list[int]] | None:
     """Which bins take which samples of a unit: the emptiest takes what fits, and so on; `loads` (a heap) is updated."""
     pieces: dict[int, list[int]] = {}
     rest = list(unit.samples)
     while rest:
         load, b = loads[0]
-        load += 0 if b in pieces else sizes.heads[unit.group]
-        taken, kept = [], []
+        load += 0 if b in pieces else measure.heads[unit.group]
+        taken: list[int] = []
+        kept: list[int] = []
         for i in rest:
-            fits = load + sizes.parts[i] <= limit
+            fits = load + measure.parts[i] <= limit
             (taken if fits else kept).append(i)
-            load += sizes.parts[i] if fits else 0
+            load += measure.parts[i] if fits else 0
         if not taken:
             break
         rest = kept
@@ -297,7 +308,7 @@ def _broken(
         return None
     for i in rest:  # no bin has room: each to the emptiest
         load, b = loads[0]
-        load += sizes.parts[i] + (0 if b in pieces else sizes.heads[unit.group])
+        load += measure.parts[i] + (0 if b in pieces else measure.heads[unit.group])
         pieces.setdefault(b, []).append(i)
         heapq.heapreplace(loads, (load, b))
     return pieces
@@ -306,52 +317,51 @@ def _broken(
 # Micro-batches
 
 
-def _full_micro_batches(units: list[_Unit], max_tokens: int, sizes: _Sizes, at_least: int) -> list[list[_Unit]]:
+def _full_micro_batches(units: list[_Unit], max_tokens: int, measure: _Measure, at_least: int) -> list[list[_Unit]]:
     """As few micro-batches as can be found (but `at_least`), about equal where that is possible."""
-    units = sizes.descending(units)
-    best = _best_fit(units, max_tokens, sizes)
-    fewest = -int(-sum(map(sizes.of, units)) // max_tokens)
-    low = min(max(fewest, at_least), len(units))
+    units = _descending(units)
+    best = _best_fit(units, max_tokens)
+    fewest = -int(-sum([unit.size for unit in units]) // max_tokens)
+    low = min(max(fewest, at_least, 1), len(units))
     high = max(len(best), low)
-    best = _spread(units, high, max_tokens, sizes, strict=True) or best
+    best = _spread(units, high, max_tokens, measure, strict=True) or best
     while low < high:
         middle = (low + high) // 2
-        found = _spread_or_fit(units, middle, max_tokens, sizes)
+        found = _spread_or_fit(units, middle, max_tokens, measure)
         if found is None:
             low = middle + 1
         else:
             best, high = found, middle
-    return best
+    return [held for held in best if held]
 
 
-def _best_fit(units: list[_Unit], max_tokens: int, sizes: _Sizes) -> list[list[_Unit]]:
+def _best_fit(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
     """Each unit, large ones first, into the fullest micro-batch that has room for it (best fit decreasing)."""
     bins: list[list[_Unit]] = []
     rooms: list[tuple[float, int]] = []  # sorted
     for unit in units:
-        size = sizes.of(unit)
-        at = bisect_left(rooms, (size, -1))
+        at = bisect_left(rooms, (unit.size, -1))
         room, b = rooms.pop(at) if at < len(rooms) else (max_tokens, len(bins))
         if b == len(bins):
             bins.append([])
         bins[b].append(unit)
-        insort(rooms, (room - size, b))
+        insort(rooms, (room - unit.size, b))
     return bins
 
 
-def _similar_micro_batches(units: list[_Unit], max_tokens: int, sizes: _Sizes, at_least: int) -> list[list[_Unit]]:
+def _similar_micro_batches(units: list[_Unit], max_tokens: int, measure: _Measure, at_least: int) -> list[list[_Unit]]:
     """Cut the units, ordered by length, into as few runs within the limit as there can be, and level them.
 
     A unit over the limit is a run of its own. The fewest runs stay as few under a lower limit; the lowest such
     limit makes the largest run as small as it can be.
     """
-    units = sorted(units, key=lambda unit: (sizes.parts[unit.samples[0]], sizes.of(unit)))
-    runs = _runs(units, max_tokens, sizes)
+    units = sorted(units, key=lambda unit: (max([measure.parts[i] for i in unit.samples]), unit.size))
+    runs = _runs(units, max_tokens)
     count = max(len(runs), at_least)
     low, high = 1, max_tokens
     while low < high:
         middle = (low + high) // 2
-        tighter = _runs(units, middle, sizes)
+        tighter = _runs(units, middle)
         if len(tighter) > count:
             low = middle + 1
         else:
@@ -359,15 +369,14 @@ def _similar_micro_batches(units: list[_Unit], max_tokens: int, sizes: _Sizes, a
     return runs
 
 
-def _runs(units: list[_Unit], max_tokens: int, sizes: _Sizes) -> list[list[_Unit]]:
+def _runs(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
     """Fill runs one after the other up to the limit."""
     runs: list[list[_Unit]] = []
     room = 0.0
     for unit in units:
-        size = sizes.of(unit)
-        if not runs or size > room:
+        if not runs or unit.size > room:
             runs.append([])
             room = max_tokens
         runs[-1].append(unit)
-        room -= size
+        room -= unit.size
     return runs
