@@ -154,18 +154,20 @@ def _cut(unit: _Unit, limit: float, tokens: _Measure) -> list[_Unit]:
     return [tokens.unit(unit.group, tuple(piece)) for piece in pieces]
 
 
-def _join(units: list[_Unit], limit: float, tokens: _Measure) -> list[_Unit]:
-    """Units of the same group made one where that is within the limit; sizes in tokens."""
+def _join(units: list[_Unit], max_tokens: int, tokens: _Measure, cost: _Measure) -> list[_Unit]:
+    """Units of the same group made one where that fits into a micro-batch; sizes are costs."""
+    if len({unit.group for unit in units}) == len(units):
+        return units
     joined: list[_Unit] = []
     place: dict[int, int] = {}
     for unit in units:
         at = place.get(unit.group)
-        both = tokens.unit(unit.group, unit.samples if at is None else joined[at].samples + unit.samples)
-        if at is not None and both.size <= limit:
-            joined[at] = both
+        both = unit.samples if at is None else joined[at].samples + unit.samples
+        if at is not None and tokens.unit(unit.group, both).size <= max_tokens:
+            joined[at] = cost.unit(unit.group, both)
         else:
             place[unit.group] = len(joined)
-            joined.append(both if at is None else tokens.unit(unit.group, unit.samples))
+            joined.append(unit)
     return joined
 
 
@@ -191,8 +193,8 @@ def _shares(units: list[_Unit], num_ranks: int, max_tokens: int, tokens: _Measur
     mean = sum([unit.size for unit in units]) / num_ranks
 
     def joined(shares: list[list[_Unit]]) -> tuple[float, list[list[_Unit]]]:
-        whole = [_join(share, max_tokens, tokens) for share in shares]
-        return max(sum([cost.unit(unit.group, unit.samples).size for unit in share]) for share in whole), whole
+        whole = [_join(share, max_tokens, tokens, cost) for share in shares]
+        return max(sum([unit.size for unit in share]) for share in whole), whole
 
     spread = _spread(units, num_ranks, mean * (1 + TOLERANCE / 2), cost, strict=False)
     assert spread is not None
@@ -211,7 +213,7 @@ def _shares(units: list[_Unit], num_ranks: int, max_tokens: int, tokens: _Measur
             else:
                 high = limit
                 heaviest, best = min((heaviest, best), joined(spread), key=itemgetter(0))
-    return best
+    return best if cost is tokens else [[tokens.unit(u.group, u.samples) for u in share] for share in best]
 
 
 def _spread(
