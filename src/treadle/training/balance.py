@@ -97,16 +97,24 @@ def plan_ranks(
         cost = _Measure(work.shared * (1 + attention_cost * work.shared / 2), own)
     units = [piece for unit in _whole_groups(work) for piece in _cut(unit, max_tokens, tokens)]
     shares = _shares(units, num_ranks, max_tokens, tokens, cost)
-    divide = _similar_micro_batches if similar_lengths else _full_micro_batches
-    divided = [divide(share, max_tokens, tokens, 0) for share in shares]
+    kind = _similar_micro_batches if similar_lengths else _full_micro_batches
+
+    def divide(share: list[_Unit], at_least: int = 0) -> list[list[_Unit]]:
+        return kind(share, max_tokens, tokens, at_least)
+
+    divided = [divide(share) for share in shares]
+    loads = [sum(map(cost.of, found)) for found in divided]
+    for rank, load in enumerate(loads):
+        if load > sum(loads) / num_ranks * (1 + TOLERANCE):  # by prompts that are fed again; one more may spare them
+            again = divide(shares[rank], len(divided[rank]) + 1)
+            if sum(map(cost.of, again)) < load:
+                divided[rank] = again
     if same_count:
         count = max(map(len, divided))
-        short = [len(found) < count for found in divided]
-        levelled = [
-            divide(share, max_tokens, tokens, count) if less else found
-            for share, found, less in zip(shares, divided, short, strict=True)
+        divided = [
+            divide(share, count) if len(found) < count else found for share, found in zip(shares, divided, strict=True)
         ]
-        divided = [found + [[] for _ in range(count - len(found))] for found in levelled]
+        divided = [found + [[] for _ in range(count - len(found))] for found in divided]
     return [_rank_plan(micro_batches, tokens) for micro_batches in divided]
 
 
@@ -237,9 +245,14 @@ def _spread(
 
 
 def _spread_or_fit(units: list[_Unit], num_bins: int, limit: float, measure: _Measure) -> list[list[_Unit]] | None:
-    """All units in that many bins within the limit: about equal if that is found, else full ones; None if neither."""
+    """All units in that many bins within the limit, None if that is not found: about equal bins, or full ones if
+    those break up less."""
     spread = _spread(units, num_bins, limit, measure, strict=True)
-    return _fit(units, num_bins, limit, measure) if spread is None else spread
+    if spread is not None and sum(map(len, spread)) == len(units):
+        return spread
+    fitted = _fit(units, num_bins, limit, measure)
+    found = [bins for bins in (spread, fitted) if bins is not None]
+    return min(found, key=lambda bins: sum([unit.size for held in bins for unit in held]), default=None)
 
 
 def _fit(units: list[_Unit], num_bins: int, limit: float, measure: _Measure) -> list[list[_Unit]] | None:
@@ -326,7 +339,7 @@ def _full_micro_batches(units: list[_Unit], max_tokens: int, measure: _Measure, 
     fewest = -int(-sum([unit.size for unit in units]) // max_tokens)
     low = min(max(fewest, at_least, 1), len(units))
     high = max(len(best), low)
-    best = _spread(units, high, max_tokens, measure, strict=True) or best
+    best = _spread_or_fit(units, high, max_tokens, measure) or best
     while low < high:
         middle = (low + high) // 2
         found = _spread_or_fit(units, middle, max_tokens, measure)
