@@ -251,8 +251,11 @@ def _spread_or_fit(units: list[_Unit], num_bins: int, limit: float, measure: _Me
     if spread is not None and sum(map(len, spread)) == len(units):
         return spread
     fitted = _fit(units, num_bins, limit, measure)
+    if spread is None and fitted is None:  # what is left at the end must be small samples
+        units = sorted(units, key=lambda unit: max([measure.parts[i] for i in unit.samples]), reverse=True)
+        return _fit(units, num_bins, limit, measure)
     found = [bins for bins in (spread, fitted) if bins is not None]
-    return min(found, key=lambda bins: sum([unit.size for held in bins for unit in held]), default=None)
+    return min(found, key=lambda bins: sum([unit.size for held in bins for unit in held]))
 
 
 def _fit(units: list[_Unit], num_bins: int, limit: float, measure: _Measure) -> list[list[_Unit]] | None:
