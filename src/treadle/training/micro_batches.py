@@ -23,9 +23,14 @@ class MicroBatches:
 
     def plan(self, batch: Batch) -> list[list[int]]:
         """The sample indices of each micro-batch."""
-        if self.section.use_dynamic_batch_size:
-            return plan_micro_batches(batch, max_tokens=self.section.max_tokens_per_gpu, micro_batch_size=None)
-        return plan_micro_batches(batch, max_tokens=None, micro_batch_size=self.section.micro_batch_size)
+        if not self.section.use_dynamic_batch_size:
+            return plan_micro_batches(batch, max_tokens=None, micro_batch_size=self.section.micro_batch_size)
+        return plan_micro_batches(
+            batch,
+            max_tokens=self.section.max_tokens_per_gpu,
+            micro_batch_size=None,
+            similar_lengths=self.device.type != "cuda",  # only there is attention computed sequence by sequence
+        )
 
     def packed(self, batch: Batch) -> Iterator[tuple[PackedBatch, Batch]]:
         """Each micro-batch that trains something, packed, with the samples it holds; both on the device."""

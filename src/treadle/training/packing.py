@@ -1,4 +1,4 @@
-"""Which samples share a micro-batch, and how a micro-batch lies in one packed row.
+"""What samples cost that share a micro-batch, and how a micro-batch lies in one packed row.
 
 Samples of a group that are in the same micro-batch share their common prompt: it is computed once. The last token
 of a sequence predicts nothing and is not fed at all.
@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from treadle.models.layout import Family, PackedLayout
+from treadle.training.balance import Workload, plan_ranks
 from treadle.training.batch import Batch
 
 
@@ -38,15 +39,6 @@ class PackedBatch:
         """The same micro-batch with every tensor on `device`."""
         moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "layout"}
         return replace(self, layout=PackedLayout(self.layout.families, device), **moved)
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Samples of one group that are packed together."""
-
-    samples: tuple[int, ...]
-    num_tokens: int
-    longest: int
 
 
 def pack(batch: Batch) -> PackedBatch:
@@ -116,65 +108,30 @@ def _shared_prefix(
     return limit
 
 
-def plan_micro_batches(batch: Batch, *, max_tokens: int | None, micro_batch_size: int | None) -> list[list[int]]:
+def workload_of(batch: Batch) -> Workload:
+    """What the samples of a batch cost, for the planner of ranks and micro-batches."""
+    lengths, offsets = batch.lengths.tolist(), batch.offsets.tolist()
+    token_ids, mask = batch.token_ids.numpy(), batch.loss_mask.numpy()
+    shared: list[int] = []
+    groups = np.zeros(len(batch), np.int64)
+    for at, members in enumerate(_groups(batch.group_ids.tolist())):
+        groups[members] = at
+        shared.append(_shared_prefix(members, lengths, offsets, token_ids, mask))
+    prompts = np.array(shared, np.int64)
+    return Workload(groups, prompts, np.maximum(0, batch.lengths.numpy() - 1 - prompts[groups]))
+
+
+def plan_micro_batches(
+    batch: Batch, *, max_tokens: int | None, micro_batch_size: int | None, similar_lengths: bool = True
+) -> list[list[int]]:
     """Split a batch's samples into micro-batches; returns the sample indices of each.
 
-    With `max_tokens`, groups stay whole where they fit, micro-batches hold similar lengths and are balanced, and
-    none is over the limit unless a single sample is. With `micro_batch_size`, that many samples each, in order.
+    With `max_tokens`, groups stay whole where they fit, micro-batches are balanced and none is over the limit unless
+    a single sample is; `similar_lengths` as in `plan_ranks`. With `micro_batch_size`, that many samples each, in order.
     """
     assert (max_tokens is None) != (micro_batch_size is None)
     if micro_batch_size is not None:
         return [list(range(i, min(i + micro_batch_size, len(batch)))) for i in range(0, len(batch), micro_batch_size)]
     assert max_tokens is not None
-    units = [unit for members in _groups(batch.group_ids.tolist()) for unit in _units(batch, members, max_tokens)]
-    units.sort(key=lambda unit: (unit.longest, unit.num_tokens))  # stable: equal units keep their order
-    return [[i for unit in run for i in unit.samples] for run in _balanced_runs(units, max_tokens)]
-
-
-def _units(batch: Batch, members: list[int], max_tokens: int) -> list[_Unit]:
-    """A group as one unit, or as several where it does not fit (each then computes the prompt again)."""
-    lengths = batch.lengths.numpy()
-    shared = _shared_prefix(
-        members, lengths.tolist(), batch.offsets.tolist(), batch.token_ids.numpy(), batch.loss_mask.numpy()
-    )
-    own = {i: max(0, int(lengths[i]) - 1 - shared) for i in members}
-    units: list[_Unit] = []
-    current: list[int] = []
-    for i in sorted(members, key=lambda i: (own[i], i)):
-        if current and shared + sum(own[j] for j in current) + own[i] > max_tokens:
-            units.append(_Unit(tuple(current), shared + sum(own[j] for j in current), own[current[-1]]))
-            current = []
-        current.append(i)
-    units.append(_Unit(tuple(current), shared + sum(own[j] for j in current), own[current[-1]]))
-    return units
-
-
-def _balanced_runs(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    """Cut an ordered list into as few runs within the limit as there can be, and level them.
-
-    A unit over the limit is a run of its own. The fewest runs stay as few under a lower limit; the lowest such
-    limit makes the largest run as small as it can be.
-    """
-    runs = _filled_runs(units, max_tokens)
-    low, high = 1, max_tokens
-    while low < high:
-        middle = (low + high) // 2
-        tighter = _filled_runs(units, middle)
-        if len(tighter) > len(runs):
-            low = middle + 1
-        else:
-            runs, high = tighter, middle
-    return runs
-
-
-def _filled_runs(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    """Fill runs one after the other up to the limit."""
-    runs: list[list[_Unit]] = []
-    room = 0
-    for unit in units:
-        if not runs or unit.num_tokens > room:
-            runs.append([])
-            room = max_tokens
-        runs[-1].append(unit)
-        room -= unit.num_tokens
-    return runs
+    (plan,) = plan_ranks(workload_of(batch), 1, max_tokens, similar_lengths=similar_lengths)
+    return [list(indices) for indices in plan.micro_batches]
