@@ -89,13 +89,16 @@ class ServedWeights:
         self.version = version
         self._set_version(version)
 
-    @torch.no_grad()
     def copy_from(self, sources: Mapping[str, Tensor], version: int) -> None:
-        """Take every weight from the source of its name; nothing is copied where the two are the same memory."""
-        apart = [name for name, t in self.tensors.items() if t.data_ptr() != sources[name].data_ptr()]
+        """Take every weight from the source of its name, as one update."""
         with self.writing(version):
-            if apart:
-                torch._foreach_copy_([self.tensors[n] for n in apart], [sources[n] for n in apart])
+            self.copy(sources)
+
+    def copy(self, sources: Mapping[str, Tensor]) -> None:
+        """The same as part of an update; nothing is copied where the two are the same memory."""
+        apart = [name for name, t in self.tensors.items() if t.data_ptr() != sources[name].data_ptr()]
+        if apart:
+            torch._foreach_copy_([self.tensors[n] for n in apart], [sources[n] for n in apart])
 
     def ensure_whole(self) -> None:
         """Raise `EngineError` where the last update broke off and no whole one has come since."""
