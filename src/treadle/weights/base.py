@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from treadle.errors import EngineError
+
+if TYPE_CHECKING:
+    from treadle.weights.ends import ServedWeights
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -114,6 +117,11 @@ class WeightSender(Protocol):
 
 class WeightReceiver(Protocol):
     """The engine's end of a transport between processes."""
+
+    @property
+    def served(self) -> ServedWeights:
+        """The engine's weights; they outlive the receiver."""
+        ...
 
     def receive(self, offer: Offer) -> None:
         """Bring the engine's weights to the offered version, whole. Nothing may generate meanwhile.

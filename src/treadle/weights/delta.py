@@ -13,16 +13,21 @@ are nearly all zero. Decoding adds the differences again: the result is the same
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from treadle.errors import EngineError
 
-BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = 1 << 20
 DENSE_FROM = 0.5  # changed part of a block from which its gaps are not worth their bytes
+Array = npt.NDArray[Any]
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,28 +42,26 @@ class Block:
     planes: tuple[int, ...]
 
 
-def encode(old: Tensor, new: Tensor) -> Iterator[tuple[Block, bytes]]:
+def encode(old: Tensor, new: Tensor, pool: Executor) -> Iterator[tuple[Block, bytes]]:
     """The blocks of a weight in which anything changed, each with its bytes. Both tensors contiguous, on the CPU."""
-    before, after = _integers(old), _integers(new)
-    for start in range(0, before.numel(), BLOCK_ELEMENTS):
-        one, other = before[start : start + BLOCK_ELEMENTS], after[start : start + BLOCK_ELEMENTS]
-        changed = torch.nonzero(one != other).view(-1)
-        if not len(changed):
-            continue
-        difference = other - one
-        gaps = None
-        if len(changed) < DENSE_FROM * len(one):
-            difference = difference[changed]
-            gaps = torch.diff(changed, prepend=changed.new_full((1,), -1)) - 1
-        width, planes = 0, []
-        if gaps is not None:
-            largest = int(gaps.max())
-            width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4
-            planes += _planes(gaps.view(torch.uint8).view(-1, 8)[:, :width])
-        size = difference.element_size()
-        planes += _planes(_zigzag(difference).view(torch.uint8).view(-1, size))
-        block = Block(start, len(one), len(changed), width, tuple(len(plane) for plane in planes))
-        yield block, b"".join(planes)
+    before, after = _integers(old).numpy(), _integers(new).numpy()
+    yield from filter(None, pool.map(partial(_encode_block, before, after), range(0, len(before), BLOCK_ELEMENTS)))
+
+
+def _encode_block(before: Array, after: Array, start: int) -> tuple[Block, bytes] | None:
+    old, new = before[start : start + BLOCK_ELEMENTS], after[start : start + BLOCK_ELEMENTS]
+    changed = np.flatnonzero(old != new)
+    if not len(changed):
+        return None
+    if len(changed) < DENSE_FROM * len(old):
+        gaps = np.diff(changed, prepend=-1) - 1
+        width = next(n for n in (1, 2, 4) if gaps.max() < 1 << 8 * n)
+        difference = new[changed] - old[changed]
+        planes = _compressed(gaps, width)
+    else:
+        width, difference, planes = 0, new - old, []
+    planes += _compressed(_zigzag(difference), difference.itemsize)
+    return Block(start, len(old), len(changed), width, tuple(len(plane) for plane in planes)), b"".join(planes)
 
 
 def apply(block: Block, data: bytes | memoryview, weight: Tensor) -> None:
@@ -68,48 +71,51 @@ def apply(block: Block, data: bytes | memoryview, weight: Tensor) -> None:
     num_values = block.num_changed if block.gap_bytes else block.count
     if len(data) != sum(block.planes) or len(block.planes) != block.gap_bytes + size:
         raise EngineError("a delta does not fit the weight it is for; it is damaged or of another model")
+    if block.start + block.count > len(integers):
+        raise EngineError("a delta reaches beyond the end of its weight; it is damaged or of another model")
     split = sum(block.planes[: block.gap_bytes])
-    values = _joined(data[split:], block.planes[block.gap_bytes :], num_values, size).view(-1).view(integers.dtype)
-    difference = _unzigzag(values).to(weight.device)
+    values = _joined(data[split:], block.planes[block.gap_bytes :], num_values, size)
+    difference = torch.from_numpy(_unzigzag(values)).to(weight.device)
     target = integers[block.start : block.start + block.count]
     if not block.gap_bytes:
         target += difference
         return
-    gaps = _joined(data[:split], block.planes[: block.gap_bytes], num_values, 8).view(-1).view(torch.int64)
-    at = (torch.cumsum(gaps + 1, 0) - 1).to(weight.device)
-    if len(target) != block.count or int(at[-1]) >= block.count:
+    gaps = _joined(data[:split], block.planes[: block.gap_bytes], num_values, 8)
+    at = np.cumsum(gaps + 1) - 1
+    if not len(at) or at[-1] >= block.count:
         raise EngineError("a delta reaches beyond the end of its weight; it is damaged or of another model")
-    target[at] += difference
+    places = torch.from_numpy(at).to(weight.device)
+    target[places] = target[places] + difference
 
 
 def _integers(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(INTEGERS[tensor.element_size()])
 
 
-def _zigzag(x: Tensor) -> Tensor:
-    return (x << 1) ^ (x >> (8 * x.element_size() - 1))
+def _zigzag(x: Array) -> Array:
+    return (x << 1) ^ (x >> (8 * x.itemsize - 1))
 
 
-def _unzigzag(z: Tensor) -> Tensor:
-    mask = torch.iinfo(z.dtype).max  # a logical shift: the sign bit must not come along
+def _unzigzag(z: Array) -> Array:
+    mask = np.iinfo(z.dtype).max  # a logical shift: the sign bit must not come along
     return ((z >> 1) & mask) ^ -(z & 1)
 
 
-def _planes(rows: Tensor) -> list[bytes]:
-    """Compressed columns of a uint8 [elements, bytes] tensor."""
+def _compressed(integers: Array, width: int) -> list[bytes]:
+    """The `width` low byte planes of an integer array, compressed."""
     import pyarrow
 
     codec = pyarrow.Codec("zstd", compression_level=1)
-    columns = rows.t().contiguous().numpy()
-    return [codec.compress(pyarrow.py_buffer(column), asbytes=True) for column in columns]
+    rows = integers.view(np.uint8).reshape(-1, integers.itemsize)
+    return [codec.compress(pyarrow.py_buffer(np.ascontiguousarray(rows[:, k])), asbytes=True) for k in range(width)]
 
 
-def _joined(data: bytes | memoryview, sizes: tuple[int, ...], length: int, width: int) -> Tensor:
-    """uint8 [length, width] from compressed columns; columns beyond those given are zero."""
+def _joined(data: bytes | memoryview, sizes: tuple[int, ...], length: int, itemsize: int) -> Array:
+    """`length` integers from their compressed low byte planes; the bytes above are zero."""
     import pyarrow
 
     codec = pyarrow.Codec("zstd")
-    rows = np.zeros((length, width), dtype=np.uint8)
+    rows = np.zeros((length, itemsize), dtype=np.uint8)
     at = 0
     for column, size in enumerate(sizes):
         try:
@@ -118,4 +124,4 @@ def _joined(data: bytes | memoryview, sizes: tuple[int, ...], length: int, width
             raise EngineError(f"a delta is damaged: {error}") from error
         rows[:, column] = np.frombuffer(plane, dtype=np.uint8)
         at += size
-    return torch.from_numpy(rows)
+    return rows.reshape(-1).view(f"i{itemsize}")

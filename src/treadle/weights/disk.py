@@ -58,14 +58,14 @@ class DiskReceiver:
     """The engine's end: checks every file, then copies."""
 
     def __init__(self, served: ServedWeights):
-        self._served = served
+        self.served = served
 
     def receive(self, offer: Offer) -> None:
-        self._served.check(offer, NAME)
+        self.served.check(offer, NAME)
         folder, manifest = find(offer)
         with ExitStack() as stack:
             tensors = open_shards(check_files(folder, manifest), offer.specs, stack)
-            self._served.copy_from(tensors, offer.version)
+            self.served.copy_from(tensors, offer.version)
 
     def close(self) -> None:
         """Nothing to free: files are open during an update only."""
@@ -146,12 +146,12 @@ def open_shards(paths: list[Path], specs: Mapping[str, WeightSpec], stack: ExitS
 
 def digest_of(tensor: Tensor) -> str:
     """xxh3-64 of a weight's bytes; the same on every device."""
-    return xxhash.xxh3_64_hexdigest(as_bytes(tensor.detach().to("cpu").contiguous()).numpy())
+    return xxhash.xxh3_64_hexdigest(as_bytes(tensor.detach().to("cpu").contiguous()).numpy().data)
 
 
 def digest_of_weights(digests: Mapping[str, str]) -> str:
     """One digest of all weights, by name, whatever their order."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(digests.items())))
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(digests.items())).encode())
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:

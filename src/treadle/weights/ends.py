@@ -68,7 +68,9 @@ class ServedWeights:
         check_specs(offer.specs, self.specs)
         strided = next((name for name, tensor in self.tensors.items() if not tensor.is_contiguous()), None)
         if strided is not None:
-            raise EngineError(f"the engine's weight {strided!r} is not contiguous in memory and can't be written in place")
+            raise EngineError(
+                f"the engine's weight {strided!r} is not contiguous in memory and can't be written in place"
+            )
 
     def check_version(self, version: int) -> None:
         if self.version is not None and version < self.version:

@@ -92,7 +92,7 @@ class ShmSender:
             slot.memory[: len(MAGIC)] = bytes(len(MAGIC))  # no header: what follows is half-written
             flat = torch.frombuffer(slot.memory, dtype=torch.uint8)[self._header_bytes :]
             self._weights.copy_to(self._layout.views(flat))
-            digest = xxhash.xxh3_128_hexdigest(flat.numpy())
+            digest = xxhash.xxh3_128_hexdigest(flat.numpy().data)
             header = _header(self._layout, version, self._header_bytes, digest)
             slot.memory[: len(header)] = header
         finally:
@@ -135,11 +135,11 @@ class ShmReceiver:
     """The engine's end: maps what is offered, checks it, copies it into the engine's weights."""
 
     def __init__(self, served: ServedWeights):
-        self._served = served
+        self.served = served
 
     def receive(self, offer: Offer) -> None:
-        self._served.check(offer, NAME)
-        self._served.copy_from(map_offer(offer), offer.version)
+        self.served.check(offer, NAME)
+        self.served.copy_from(map_offer(offer), offer.version)
 
     def close(self) -> None:
         """Nothing to free: the map of each update goes with its tensors."""
@@ -156,7 +156,9 @@ def map_offer(offer: Offer) -> dict[str, Tensor]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise EngineError(f"version {offer.version} is not at {path} ({error.strerror}); is the trainer gone?") from error
+        raise EngineError(
+            f"version {offer.version} is not at {path} ({error.strerror}); is the trainer gone?"
+        ) from error
     try:
         if not _lock(descriptor, fcntl.LOCK_SH):
             raise EngineError(f"{path} is being written; version {offer.version} is no longer there, take the next")
@@ -172,7 +174,7 @@ def map_offer(offer: Offer) -> dict[str, Tensor]:
     expected = _header(layout, offer.version, start, str(offer.where.get("digest")))
     if bytes(memory[: len(expected)]) != expected:
         raise EngineError(f"{path} does not hold version {offer.version} whole; its header is not the offered one")
-    if xxhash.xxh3_128_hexdigest(flat[start:].numpy()) != offer.where["digest"]:
+    if xxhash.xxh3_128_hexdigest(flat[start:].numpy().data) != offer.where["digest"]:
         raise EngineError(f"{path} is damaged: the bytes of version {offer.version} do not match their checksum")
     return layout.views(flat[start:])
 

@@ -90,8 +90,7 @@ class VersionWriter:
             _sync(self.folder)
         except (OSError, SafetensorError) as error:
             raise EngineError(
-                f"version {version} can't be written to {self.folder} ({error}); "
-                "free some space or give another folder"
+                f"version {version} can't be written to {self.folder} ({error}); free some space or give another folder"
             ) from error
         finally:
             shutil.rmtree(work, ignore_errors=True)
