@@ -218,7 +218,7 @@ def test_a_trainer_killed_half_way_leaves_no_mixture(kind, trainer, tiny_model_d
             found = weights_of(served_model)
             assert {torch.equal(found[name], old[name]) for name in names} == {True, False}  # a mixture indeed
             for refused in (generate(engine), engine.health()):
-                with pytest.raises(EngineError, match="no whole weights.*version 2"):
+                with pytest.raises(EngineError, match=r"no whole weights.*version 2"):
                     await refused
         else:
             assert trainer.ask("offer", version=2) is None

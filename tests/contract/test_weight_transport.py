@@ -163,7 +163,7 @@ def test_an_older_version_is_refused_and_a_repeated_one_is_fine(build, tiny_mode
     assert torch.equal(logits(served), logits(tiny_model))
     before = logits(served)
     perturb(tiny_model)
-    with pytest.raises(EngineError, match="version 4 .*5"):
+    with pytest.raises(EngineError, match=r"version 4 .*5"):
         transport.push(4)
     assert torch.equal(logits(served), before)
     transport.push(6)
