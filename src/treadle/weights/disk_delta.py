@@ -112,6 +112,10 @@ class DeltaSender:
         self._writer.write(version, write, self._weights.num_bytes if base is None else size, base)
         self._deltas = 0 if base is None else self._deltas + 1
 
+    def start_over(self) -> None:
+        """Make the next push a whole snapshot, for an engine that refused the last one."""
+        self._last = None
+
     def deliver(self) -> None:
         """Nothing to do: the files hold everything."""
 

@@ -57,6 +57,7 @@ class VersionWriter:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._bases: dict[int, int | None] = {}  # by version
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -88,6 +89,7 @@ class VersionWriter:
             shutil.rmtree(target, ignore_errors=True)  # the same version, sent again
             os.replace(work, target)
             _sync(self.folder)
+            self._bases[version] = None if base is None else base.version
         except (OSError, SafetensorError) as error:
             raise EngineError(
                 f"version {version} can't be written to {self.folder} ({error}); free some space or give another folder"
@@ -106,16 +108,14 @@ class VersionWriter:
 
     def keep(self, newest: int) -> None:
         """Remove all but the newest versions and what those build on."""
-        versions = list_versions(self.folder)
-        kept = set(versions[-newest:])
-        oldest = min(kept, default=None)
+        kept = set(sorted(self._bases)[-newest:])
+        oldest: int | None = min(kept, default=None)
         while oldest is not None:
-            base = read_manifest(self.folder, oldest).base
-            oldest = None if base is None else base.version
-            kept |= set() if oldest is None else {oldest}
-        for version in versions:
-            if version not in kept:
-                shutil.rmtree(self.folder / name_of(version), ignore_errors=True)
+            kept.add(oldest)
+            oldest = self._bases[oldest]
+        for version in self._bases.keys() - kept:
+            shutil.rmtree(self.folder / name_of(version), ignore_errors=True)
+            del self._bases[version]
 
     def _remove_versions(self) -> None:
         for path in (*self.folder.glob("v*"), *self.folder.glob(".v*")):
