@@ -88,7 +88,10 @@ class BroadcastSender:
             raise
         except (RuntimeError, OSError) as error:
             self._leave()
-            raise EngineError(f"version {version} did not reach all engines: {_line(error)}") from error
+            raise EngineError(
+                f"version {version} did not reach all {self._num_engines} engines in {self._timeout_seconds:g} s a step: "
+                f"{_line(error)}"
+            ) from error
 
     def _leave(self) -> None:
         self._group = self._store = None
@@ -102,7 +105,7 @@ class BroadcastReceiver:
 
     def __init__(self, served: ServedWeights, device: torch.device | None = None):
         self.served = served
-        self._device = device or next(iter(served.tensors.values())).device
+        self._device = device
         self._group: _Group | None = None
 
     def receive(self, offer: Offer) -> None:
@@ -133,7 +136,10 @@ class BroadcastReceiver:
             rank = store.add("joined", 1)
             if rank >= int(meeting["size"]):
                 raise EngineError(f"engine number {rank} came to a broadcast for {int(meeting['size']) - 1}")
-            self._group = _Group(store, rank, meeting, self._device)
+            here = (
+                torch.device("cpu") if meeting["backend"] == "gloo" else next(iter(self.served.tensors.values())).device
+            )
+            self._group = _Group(store, rank, meeting, self._device or here)
         return self._group
 
     def _take(self, group: _Group, offer: Offer) -> None:

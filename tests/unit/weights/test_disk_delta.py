@@ -108,7 +108,7 @@ def test_a_wrong_base_is_refused_and_nothing_changes(sender, weights):
     served.tensors["b"][2] = 9.0  # somebody wrote to the engine's weights
     before = copy.deepcopy(served.tensors)
     change(weights)
-    with pytest.raises(EngineError, match="version 2 builds on version 1 with digest .* wait for a whole") as caught:
+    with pytest.raises(EngineError, match=r"version 2 builds .* wait for a whole") as caught:
         receiver.receive(sender.offer(2))
     assert "\n" not in str(caught.value)
     assert (served.version, served.torn) == (1, None)
@@ -139,9 +139,14 @@ def test_a_torn_engine_starts_at_the_last_whole_snapshot(sender, weights):
     receiver.receive(sender.offer(1))
     change(weights)
     offer = sender.offer(2)
-    with pytest.raises(EngineError, match="broke off: cut"), served.writing(2):
-        served.tensors["a"].fill_(7.0)
-        raise RuntimeError("cut")
+
+    def break_off() -> None:
+        with served.writing(2):
+            served.tensors["a"].fill_(7.0)
+            raise RuntimeError("cut")
+
+    with pytest.raises(EngineError, match="broke off: cut"):
+        break_off()
     with pytest.raises(EngineError, match="broke off half-way"):
         served.ensure_whole()
     receiver.receive(offer)

@@ -38,7 +38,7 @@ def test_weights_lie_apart_and_aligned(specs):
 
 @given(SPECS, st.sampled_from([64, 100, 128, 1000, 1 << 20]))
 def test_buckets_carry_every_element_once_in_order_and_no_more_than_they_may(specs, bucket_bytes):
-    seen = {name: 0 for name in specs}
+    seen = dict.fromkeys(specs, 0)
     buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
     for pieces in buckets(specs, bucket_bytes):
         assert pieces

@@ -64,8 +64,12 @@ class TorchEngine:
         refuses to serve until a whole version has come.
         """
         async with self._between_steps:
+            work = asyncio.get_running_loop().run_in_executor(self._executor, receiver.receive, offer)
             try:
-                await asyncio.get_running_loop().run_in_executor(self._executor, receiver.receive, offer)
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])  # the thread can't be stopped, and nothing may generate while it writes
+                raise
             finally:
                 self._torn = receiver.served.torn
                 if self._torn is not None:
