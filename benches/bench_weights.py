@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import threading
@@ -108,13 +109,24 @@ def time_transports(rounds: int, folder: Path) -> tuple[dict[str, float], int]:
         rounds,
     )
     found |= time_in_turns(
-        {"disk, into the engine": lambda i: push(*ends[1], i), "gloo, into the engine": lambda i: push(*ends[2], i)}, 3
+        {
+            "plain file, with fsync": lambda i: write_file(folder / "plain", one),
+            "disk, into the engine": lambda i: push(*ends[1], i),
+            "gloo, into the engine": lambda i: push(*ends[2], i),
+        },
+        3,
     )
     for sender, receiver in ends:
         receiver.close()
         sender.close()
     mapped.close()
     return found, num_bytes
+
+
+def write_file(path: Path, tensor: torch.Tensor) -> None:
+    with path.open("wb") as file:
+        file.write(tensor.numpy().data)
+        os.fsync(file.fileno())
 
 
 @torch.no_grad()
@@ -188,14 +200,15 @@ def show(times: dict[str, float], num_bytes: int, deltas: dict[str, dict[str, fl
 
 def report(times: dict[str, float], num_bytes: int, deltas: dict[str, dict[str, float]]) -> dict[str, Any]:
     speeds = {name: round(num_bytes / took / 1e9, 3) for name, took in times.items()}
-    memcpy = speeds.pop("memcpy")
-    ratios = {f"{name} / memcpy": round(speed / memcpy, 3) for name, speed in speeds.items()}
+    memcpy, plain_file = speeds.pop("memcpy"), speeds.pop("plain file, with fsync")
+    ratios = {f"{name} / memcpy": round(speed / memcpy, 3) for name, speed in speeds.items() if "disk" not in name}
+    ratios["disk, into the engine / plain file"] = round(speeds["disk, into the engine"] / plain_file, 3)
     ratios |= {f"XOR size / delta size, {name}": round(d["xor_bytes"] / d["bytes"], 3) for name, d in deltas.items()}
     return {
         "bench": "weights",
         "work": {"bytes": num_bytes, "dtype": "bfloat16", "tensors": 272, "threads": torch.get_num_threads()},
         "ours": {"gb_per_second": speeds, "deltas": deltas},
-        "peers": {"memcpy_gb_per_second": memcpy},
+        "peers": {"memcpy_gb_per_second": memcpy, "plain_file_gb_per_second": plain_file},
         "ratios": ratios,
         "bars": {"inproc / memcpy": BAR, "shm, write and map / memcpy": BAR},
     }

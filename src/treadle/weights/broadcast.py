@@ -22,6 +22,7 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer
+from treadle.weights.copying import copy_pairs
 from treadle.weights.ends import SentWeights, ServedWeights
 from treadle.weights.flat import bucket_views, buckets
 
@@ -80,7 +81,8 @@ class BroadcastSender:
             total = 0
             for pieces in buckets(self._weights.specs, self._bucket_bytes):
                 buffer, views = self._group.bucket(pieces, self._weights.specs)
-                torch._foreach_copy_(views, [piece.of(self._weights[piece.name]) for piece in pieces])
+                sources = (piece.of(self._weights[piece.name]) for piece in pieces)
+                copy_pairs(zip(views, sources, strict=True))
                 self._group.broadcast(buffer)
                 total = _add(total, buffer)
             self._group.agree(version, READY, total)
@@ -147,7 +149,8 @@ class BroadcastReceiver:
         for pieces in buckets(offer.specs, int(offer.where["bucket_bytes"])):
             buffer, views = group.bucket(pieces, offer.specs)
             group.broadcast(buffer)
-            torch._foreach_copy_([piece.of(self.served.tensors[piece.name]) for piece in pieces], views)
+            targets = (piece.of(self.served.tensors[piece.name]) for piece in pieces)
+            copy_pairs(zip(targets, views, strict=True))
             total = _add(total, buffer)
         group.agree(offer.version, READY, total)
 

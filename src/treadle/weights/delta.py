@@ -12,8 +12,6 @@ are nearly all zero. Decoding adds the differences again: the result is the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +22,9 @@ import torch
 from torch import Tensor
 
 from treadle.errors import EngineError
+from treadle.weights.copying import spread
 
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 18
 DENSE_FROM = 0.5  # changed part of a block from which its gaps are not worth their bytes
 Array = npt.NDArray[Any]
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,10 +41,11 @@ class Block:
     planes: tuple[int, ...]
 
 
-def encode(old: Tensor, new: Tensor, pool: Executor) -> Iterator[tuple[Block, bytes]]:
+def encode(old: Tensor, new: Tensor) -> list[tuple[Block, bytes]]:
     """The blocks of a weight in which anything changed, each with its bytes. Both tensors contiguous, on the CPU."""
     before, after = _integers(old).numpy(), _integers(new).numpy()
-    yield from filter(None, pool.map(partial(_encode_block, before, after), range(0, len(before), BLOCK_ELEMENTS)))
+    found = spread(partial(_encode_block, before, after), range(0, len(before), BLOCK_ELEMENTS))
+    return [block for block in found if block is not None]
 
 
 def _encode_block(before: Array, after: Array, start: int) -> tuple[Block, bytes] | None:
@@ -75,17 +75,24 @@ def apply(block: Block, data: bytes | memoryview, weight: Tensor) -> None:
         raise EngineError("a delta reaches beyond the end of its weight; it is damaged or of another model")
     split = sum(block.planes[: block.gap_bytes])
     values = _joined(data[split:], block.planes[block.gap_bytes :], num_values, size)
-    difference = torch.from_numpy(_unzigzag(values)).to(weight.device)
+    difference = _unzigzag(values)
     target = integers[block.start : block.start + block.count]
     if not block.gap_bytes:
-        target += difference
+        _add(target, slice(None), difference)
         return
     gaps = _joined(data[:split], block.planes[: block.gap_bytes], num_values, 8)
     at = np.cumsum(gaps + 1) - 1
     if not len(at) or at[-1] >= block.count:
         raise EngineError("a delta reaches beyond the end of its weight; it is damaged or of another model")
-    places = torch.from_numpy(at).to(weight.device)
-    target[places] = target[places] + difference
+    _add(target, at, difference)
+
+
+def _add(target: Tensor, at: Array | slice, difference: Array) -> None:
+    if target.device.type == "cpu":  # numpy does it in this thread: blocks are applied side by side
+        target.numpy()[at] += difference
+    else:
+        places = at if isinstance(at, slice) else torch.from_numpy(at).to(target.device)
+        target[places] = target[places] + torch.from_numpy(difference).to(target.device)
 
 
 def _integers(tensor: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer
+from treadle.weights.copying import spread
 from treadle.weights.delta import Block, apply, encode
 from treadle.weights.disk import (
     converted,
@@ -79,20 +79,19 @@ class DeltaSender:
     def _advance(self, room: int) -> dict[str, list[tuple[Block, bytes]]] | None:
         """Bring the held copy to the weights of now; what changed, or None where that takes `room` bytes or more."""
         changes: dict[str, list[tuple[Block, bytes]]] = {}
-        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="delta") as pool:
-            for name in self._weights.specs:
-                new = converted(self._weights, name)
-                if name not in self._held:
-                    self._held[name] = torch.empty_like(new)
-                held = self._held[name]
-                if room > 0:
-                    changes[name] = list(encode(held, new, pool))
-                    room -= sum(len(data) for _, data in changes[name])
-                    if room <= 0:
-                        changes.clear()
-                if room <= 0 or changes[name]:
-                    held.copy_(new)
-                    self._digests[name] = digest_of(held)
+        for name in self._weights.specs:
+            new = converted(self._weights, name)
+            if name not in self._held:
+                self._held[name] = torch.empty_like(new)
+            held = self._held[name]
+            if room > 0:
+                changes[name] = encode(held, new)
+                room -= sum(len(data) for _, data in changes[name])
+                if room <= 0:
+                    changes.clear()
+            if room <= 0 or changes[name]:
+                held.copy_(new)
+                self._digests[name] = digest_of(held)
         return changes if room > 0 else None
 
     def _write(
@@ -102,10 +101,12 @@ class DeltaSender:
             if base is None:
                 shard_source = iter(self._held.items())
                 return write_shards(folder, shard_source, self._weights.specs, self._max_shard_bytes)
-            blocks = [[name, asdict(block)] for name, found in changes.items() for block, _ in found]
+            blocks = {name: [astuple(block) for block, _ in found] for name, found in changes.items() if found}
             data = bytearray(b"".join(data for found in changes.values() for _, data in found))
             payload = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            save_file({"payload": payload}, folder / FILE, metadata={"blocks": json.dumps(blocks)})
+            save_file(
+                {"payload": payload}, folder / FILE, metadata={"blocks": json.dumps(blocks, separators=(",", ":"))}
+            )
             return digest
 
         size = sum(len(data) for found in changes.values() for _, data in found)
@@ -146,8 +147,7 @@ class DeltaReceiver:
                 if snapshot is not None:
                     served.copy(snapshot)
                 for paths in files:
-                    for name, block, data in _read_delta(paths):
-                        apply(block, data, served.tensors[name])
+                    spread(lambda part: apply(part[1], part[2], served.tensors[part[0]]), _read_delta(paths))
                 found = digest_of_tensors(served.tensors)
                 if found != newest.digest:
                     raise EngineError(f"version {offer.version} came out as {found} and should be {newest.digest}")
@@ -184,8 +184,8 @@ def _read_delta(paths: list[Path]) -> Iterator[tuple[str, Block, memoryview]]:
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise EngineError(f"{path} is damaged ({error})") from error
     at = 0
-    for name, fields in entries:
-        block = Block(**{**fields, "planes": tuple(fields["planes"])})
-        size = sum(block.planes)
-        yield name, block, data[at : at + size]
-        at += size
+    for name, found in entries.items():
+        for start, count, num_changed, gap_bytes, planes in found:
+            size = sum(planes)
+            yield name, Block(start, count, num_changed, gap_bytes, tuple(planes)), data[at : at + size]
+            at += size

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec, check_specs
+from treadle.weights.copying import copy_and_digest, copy_pairs
 
 
 class SentWeights:
@@ -40,10 +41,9 @@ class SentWeights:
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name].detach()
 
-    @torch.no_grad()
-    def copy_to(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy every weight into the target of its name, converted to the target's dtype."""
-        torch._foreach_copy_([targets[name] for name in self.specs], [self[name] for name in self.specs])
+    def copy_to(self, targets: Mapping[str, Tensor]) -> str:
+        """Copy every weight into the target of its name, contiguous on the CPU; returns the targets' digest."""
+        return copy_and_digest((targets[name], self[name]) for name in self.specs)
 
 
 class ServedWeights:
@@ -98,9 +98,7 @@ class ServedWeights:
 
     def copy(self, sources: Mapping[str, Tensor]) -> None:
         """The same as part of an update; nothing is copied where the two are the same memory."""
-        apart = [name for name, t in self.tensors.items() if t.data_ptr() != sources[name].data_ptr()]
-        if apart:
-            torch._foreach_copy_([self.tensors[n] for n in apart], [sources[n] for n in apart])
+        copy_pairs((t, sources[name]) for name, t in self.tensors.items() if t.data_ptr() != sources[name].data_ptr())
 
     def ensure_whole(self) -> None:
         """Raise `EngineError` where the last update broke off and no whole one has come since."""

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer
+from treadle.weights.copying import digest
 from treadle.weights.ends import SentWeights, ServedWeights
 from treadle.weights.flat import Layout
 
@@ -91,14 +91,13 @@ class ShmSender:
             assert slot.memory is not None
             slot.memory[: len(MAGIC)] = bytes(len(MAGIC))  # no header: what follows is half-written
             flat = torch.frombuffer(slot.memory, dtype=torch.uint8)[self._header_bytes :]
-            self._weights.copy_to(self._layout.views(flat))
-            digest = xxhash.xxh3_128_hexdigest(flat.numpy().data)
-            header = _header(self._layout, version, self._header_bytes, digest)
+            checksum = self._weights.copy_to(self._layout.views(flat))
+            header = _header(self._layout, version, self._header_bytes, checksum)
             slot.memory[: len(header)] = header
         finally:
             slot.release()
         self._newest = slot
-        where = {"path": str(slot.path), "digest": digest}
+        where = {"path": str(slot.path), "digest": checksum}
         return Offer(NAME, version, self._weights.specs, where)
 
     def _free_slot(self) -> _Slot:
@@ -174,9 +173,10 @@ def map_offer(offer: Offer) -> dict[str, Tensor]:
     expected = _header(layout, offer.version, start, str(offer.where.get("digest")))
     if bytes(memory[: len(expected)]) != expected:
         raise EngineError(f"{path} does not hold version {offer.version} whole; its header is not the offered one")
-    if xxhash.xxh3_128_hexdigest(flat[start:].numpy().data) != offer.where["digest"]:
+    views = layout.views(flat[start:])
+    if digest(views.values()) != offer.where["digest"]:
         raise EngineError(f"{path} is damaged: the bytes of version {offer.version} do not match their checksum")
-    return layout.views(flat[start:])
+    return views
 
 
 def default_folder() -> Path:
@@ -215,13 +215,13 @@ def _make_folder(base: Path) -> tuple[Path, int]:
     return folder, descriptor
 
 
-def _header(layout: Layout, version: int, start: int, digest: str) -> bytes:
+def _header(layout: Layout, version: int, start: int, checksum: str) -> bytes:
     """Line of JSON at the start of a slot. Both ends can write it, so a reader compares and never parses."""
     weights = {
         name: [list(spec.shape), str(spec.dtype).removeprefix("torch."), start + layout.offsets[name]]
         for name, spec in layout.specs.items()
     }
-    fields: Mapping[str, Any] = {"version": version, "bytes": layout.num_bytes, "xxh3_128": digest, "weights": weights}
+    fields: Mapping[str, Any] = {"version": version, "bytes": layout.num_bytes, "xxh3": checksum, "weights": weights}
     return f"{MAGIC} {json.dumps(fields)}\n".encode()
 
 

@@ -1,4 +1,3 @@
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,11 +10,6 @@ from treadle.weights import delta
 from treadle.weights.delta import INTEGERS, apply, encode
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8)
-
-
-def changes(old, new):
-    with ThreadPoolExecutor(2) as pool:
-        return list(encode(old, new, pool))
 
 
 def random_bits(count, dtype, generator):
@@ -34,7 +28,7 @@ def test_old_plus_what_changed_is_new_bit_for_bit(dtype, count, fraction, seed):
     new = torch.where(mask, other.view(integers), old.view(integers))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta, "BLOCK_ELEMENTS", 1000)  # several blocks, the last one short
-        found = changes(old, new.view(dtype))
+        found = encode(old, new.view(dtype))
     held = old.view(integers).clone().view(dtype)
     for block, data in found:
         apply(block, data, held)
@@ -44,7 +38,7 @@ def test_old_plus_what_changed_is_new_bit_for_bit(dtype, count, fraction, seed):
 
 def test_nothing_is_stored_where_nothing_changed():
     old = torch.randn(5000, dtype=torch.bfloat16)
-    assert changes(old, old.clone()) == []
+    assert encode(old, old.clone()) == []
 
 
 def test_steps_of_one_unit_cost_less_than_a_byte_each():
@@ -55,7 +49,7 @@ def test_steps_of_one_unit_cost_less_than_a_byte_each():
     moved = torch.rand(len(old), generator=generator) < 0.1
     step = torch.randint(0, 2, (int(moved.sum()),), generator=generator).short() * 2 - 1
     new.view(torch.int16)[moved] += step
-    found = changes(old, new)
+    found = encode(old, new)
     assert sum(len(data) for _, data in found) < 0.9 * int(moved.sum())
 
 
@@ -64,7 +58,7 @@ def test_a_damaged_block_is_refused(fraction):
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(1000, generator=generator)
     new = torch.where(torch.rand(1000, generator=generator) < fraction, old + 1, old)
-    ((block, data),) = changes(old, new)
+    ((block, data),) = encode(old, new)
     held = old.clone()
     for broken, bytes_ in (
         (block, data[:-1]),
