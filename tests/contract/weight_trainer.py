@@ -37,7 +37,10 @@ def make_sender(kind: str, weights: SentWeights, folder: Path) -> WeightSender:
         case "broadcast":
             return BroadcastSender(weights, 1, bucket_bytes=5_000, timeout_seconds=20.0)
         case "nccl":
-            return BroadcastSender(weights, 1, backend="nccl", bucket_bytes=1 << 20, timeout_seconds=20.0)
+            device = torch.device("cuda:1")
+            return BroadcastSender(
+                weights, 1, backend="nccl", bucket_bytes=1 << 20, timeout_seconds=20.0, device=device
+            )
         case "cuda_ipc":
             return CudaIpcSender(weights)
     raise ValueError(kind)

@@ -76,7 +76,7 @@ class CudaIpcReceiver:
             raise EngineError(f"a GPU handle of version {offer.version} can't be opened: {error}") from error
         with self.served.writing(offer.version):
             self.served.copy(opened)
-            for device in {tensor.device for tensor in opened.values()}:
+            for device in {tensor.device for tensor in opened.values() if tensor.is_cuda}:
                 torch.cuda.synchronize(device)  # the trainer may change its memory once this returns
 
     def close(self) -> None:
@@ -84,14 +84,18 @@ class CudaIpcReceiver:
             torch.cuda.ipc_collect()
 
 
-def _share(tensor: Tensor) -> dict[str, Any]:
-    """The eight parts of a CUDA storage's handle as torch gives them; bytes as base64."""
+def _share(tensor: Tensor) -> dict[str, Any] | None:
+    """The eight parts of a CUDA storage's handle as torch gives them, bytes as base64; None for no memory at all."""
+    if not tensor.numel():
+        return None
     parts = tensor.untyped_storage()._share_cuda_()
     words = [{"b": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts]
     return {"handle": words, "offset": tensor.storage_offset()}
 
 
-def _open(shared: Mapping[str, Any], gpus: Mapping[str, str], spec: WeightSpec) -> Tensor:
+def _open(shared: Mapping[str, Any] | None, gpus: Mapping[str, str], spec: WeightSpec) -> Tensor:
+    if shared is None:
+        return torch.empty(spec.shape, dtype=spec.dtype)
     parts = [base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in shared["handle"]]
     parts[0] = _same_gpu(gpus[str(parts[0])])  # the two processes may number the machine's GPUs differently
     torch.cuda.init()
