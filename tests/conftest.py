@@ -210,7 +210,7 @@ def make_trainer(tiny_model_dir: Path) -> Callable[..., Trainer]:
     ) -> Trainer:
         config = _make_config(**{"adam_eps": 1.0, "lr": 1.0, "clip_grad": 1e9, **fields})
         reference = None
-        if build_objective(config.algorithm, 64, config.reward.part_weights).needs_reference:
+        if build_objective(config.algorithm, 64, config.reward.part_weights).needs.ref_logprobs:
             other = copy.deepcopy(loaded).requires_grad_(False)
             generator = torch.Generator().manual_seed(0)
             for param in other.parameters():

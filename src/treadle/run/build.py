@@ -100,12 +100,12 @@ def build_trainer(
     reference = None
     response = config.rollout.rollout_max_response_len
     objective = build_objective(config.algorithm, response, config.reward.part_weights)
-    if objective.needs_reference:
+    if objective.needs.ref_logprobs:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
         reference = Reference(load_policy(config, path, trainable=False), config.algorithm)
     steps = arithmetic.num_steps_per_rollout
     critic = None
-    if objective.needs_values:
+    if objective.needs.values:
         path = resolve(config.critic.critic_load or config.model.hf_checkpoint)
         value_model = ValueModel(load_policy(config, path))
         load_value_head(value_model, Path(path))

@@ -58,9 +58,10 @@ class Trainer:
             config.algorithm, config.rollout.rollout_max_response_len, config.reward.part_weights
         )
         self.reward_moments = RunningMoments()
-        assert not self.objective.needs_reference or reference is not None, "the objective needs a reference model"
-        assert self.objective.needs_values == (critic is not None), "a critic is given exactly where values are needed"
-        assert self.objective.needs_teacher == (teacher is not None), "a teacher is given exactly where one is needed"
+        needs = self.objective.needs
+        assert not needs.ref_logprobs or reference is not None, "the objective needs a reference model"
+        assert needs.values == (critic is not None), "a critic is given exactly where values are needed"
+        assert needs.teacher_logprobs == (teacher is not None), "a teacher is given exactly where one is needed"
         self.optimizer = MasterOptimizer(model, config.optim, total_steps)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -139,14 +140,15 @@ class Trainer:
         return [asked and sample.status is Status.TRUNCATED for sample in samples]
 
     def _score(self, batch: Batch) -> Batch:
-        """Add the logprobs the objective needs, and only those."""
-        if self.objective.needs_old_logprobs or self.arithmetic.num_steps_per_rollout > 1:
+        """Add what the objective needs, and only that; old logprobs of the only step are its own."""
+        needs = self.objective.needs
+        if needs.prior_logprobs or (needs.old_logprobs and self.arithmetic.num_steps_per_rollout > 1):
             batch = replace(batch, old_logprobs=self.logprobs(batch, self.model))
-        if self.objective.needs_entropy:
+        if needs.prior_entropy:
             backend = self.config.model.attention_backend
             found = self.micro_batches.per_token(batch, lambda packed: packed_entropy(self.model, packed, backend))
             batch = replace(batch, entropy=found)
-        if self.objective.needs_reference:
+        if needs.ref_logprobs:
             assert self.reference is not None
             with lent_to(self.device, self.reference.model) as model:
                 batch = replace(batch, ref_logprobs=self.logprobs(batch, model))

@@ -105,8 +105,8 @@ def test_distillation_takes_the_gap_to_the_teacher_off_each_token(make_groups) -
     teacher[7:] = torch.tensor([-3.0, -1.0, -0.5])
     batch = replace(batch, old_logprobs=student, teacher_logprobs=teacher)
     objective = build_objective(AlgorithmSection(opd_kl_coef=0.5), 64)
-    assert objective.needs_old_logprobs
-    assert objective.needs_teacher
+    assert objective.needs.prior_logprobs
+    assert objective.needs.teacher_logprobs
     found = objective.advantages(batch).advantages
     assert found[7:].tolist() == pytest.approx([-1.0, 0.0, 0.25])
     assert not found[:7].any()
@@ -243,7 +243,7 @@ def test_m2po_drops_the_tokens_with_the_largest_gap(make_groups) -> None:
     gap = torch.tensor([0, 0, 0.1, 0, 1, 0, 0, 0.2, -0.2, 0.2])
     batch = replace(batch, old_logprobs=batch.rollout_logprobs + gap)
     objective = build_objective(AlgorithmSection(m2po_threshold=0.04), 64)
-    assert objective.needs_old_logprobs
+    assert objective.needs.prior_logprobs
     assert objective.correction(batch)[batch.loss_mask].tolist() == [1, 1, 0, 1, 1, 1]
     both = build_objective(AlgorithmSection(m2po_threshold=0.04, rollout_correction="decoupled"), 64)
     expected = [math.exp(x) for x in (0.1, 0)] + [0.0] + [math.exp(x) for x in (0.2, -0.2, 0.2)]
