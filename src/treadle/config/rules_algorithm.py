@@ -13,6 +13,7 @@ from treadle.config.names import (
     CORRECTIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
+    UNBIASED_BY_RATIO,
 )
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
@@ -141,8 +142,18 @@ def reference_follows_one_way(config: Config) -> Iterator[Finding]:
 
 
 def unbiased_kl_is_used(config: Config) -> Iterator[Finding]:
-    if config.algorithm.use_unbiased_kl and not config.algorithm.use_kl_loss:
+    algorithm = config.algorithm
+    if algorithm.use_unbiased_kl and not algorithm.use_kl_loss:
         yield fault("use_unbiased_kl does nothing without use_kl_loss")
+    elif (
+        algorithm.use_unbiased_kl
+        and algorithm.kl_loss_type in KL_ESTIMATORS
+        and algorithm.kl_loss_type not in UNBIASED_BY_RATIO
+    ):
+        yield warning(
+            f"use_unbiased_kl with kl_loss_type = {algorithm.kl_loss_type} does not give the gradient of the KL; it does "
+            f"with {', '.join(sorted(UNBIASED_BY_RATIO))}"
+        )
 
 
 def overlong_penalty_is_used(config: Config) -> Iterator[Finding]:

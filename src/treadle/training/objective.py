@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from treadle.algorithms.advantages import (
@@ -63,7 +63,7 @@ class Objective:
     def steered(self, measured_kl: float, num_samples: int) -> Objective:
         """The objective of the next rollout, its weight of KL moved towards `kl_target`.
 
-        `measured_kl` is the mean per trained token of the rollout, as `train/kl` has it, in nats.
+        `num_samples` counts trajectories; `measured_kl` is the mean per trained token of the rollout, as `train/kl` has it, in nats.
         """
         target, horizon = self.section.kl_target, self.section.kl_horizon
         assert target is not None
@@ -83,19 +83,30 @@ class Objective:
         factor = self.section.overlong_penalty_factor
         return batch.rewards + overlong_penalty(batch.trained_lengths, self.max_response_len, buffer, factor)
 
-    def advantages(self, batch: Batch) -> Advantages:
-        """Advantages and returns of a whole rollout, each float32 [T], 0 on untrained tokens."""
+    def advantages(self, batch: Batch, in_loss: Bool[Tensor, " T"] | None = None) -> Advantages:
+        """Advantages and returns of a whole rollout, each float32 [T], 0 on untrained tokens.
+
+        `in_loss` is True on the trained tokens that whitening looks at, where those are not all. Raises `ConfigError`
+        for a negative reward where rewards are divided by their mean.
+        """
         section = self.section
+        rewards = self.rewards(batch)
+        if self.estimator.divides_by_mean and (rewards < 0).any():
+            raise ConfigError(
+                f"advantage_estimator {self.estimator.name} divides by the mean reward and can't take a negative one, got "
+                f"{float(rewards.min()):g}; shift rewards with reward_bias, or cut them with reward_clip_low = 0"
+            )
         kl = None
         if self.kl_coef > 0:
             assert batch.old_logprobs is not None
             assert batch.ref_logprobs is not None
             kl = kl_per_token("k1", batch.old_logprobs, batch.ref_logprobs)
         inputs = AdvantageInputs(
-            rewards=self.rewards(batch),
+            rewards=rewards,
             group_ids=batch.group_ids,
             sample_index=batch.sample_index,
             mask=batch.loss_mask,
+            whitened=in_loss,
             trajectory_ids=batch.trajectory_ids,
             reward_parts=batch.reward_parts,
             part_weights=torch.tensor(list(self.part_weights.values())) if self.part_weights else None,

@@ -79,19 +79,21 @@ class Trainer:
         """
         began = time.perf_counter()
         samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
+        masked = self._masked(samples)
         batch = batch_of(samples, tuple(self.objective.part_weights))
         if len(batch):
-            rewards, self.reward_moments = condition_rewards(batch.rewards, self.config.reward, self.reward_moments)
+            rewards, self.reward_moments = condition_rewards(
+                batch.rewards, self.config.reward, self.reward_moments, batch.trajectory_ids
+            )
             batch = self._score(replace(batch, rewards=rewards))
             metrics += _teacher_metrics(batch)
-            found = self.objective.advantages(batch)
-            batch = replace(
-                batch, advantages=found.advantages, returns=found.returns, correction=self.objective.correction(batch)
-            )
+            in_loss = batch.loss_mask & ~torch.tensor(masked)[batch.sample_index]
+            found = self.objective.advantages(batch, in_loss)
+            factor = self.objective.correction(replace(batch, loss_mask=in_loss))
+            batch = replace(batch, advantages=found.advantages, returns=found.returns, correction=factor)
         else:
             batch = replace(batch, advantages=torch.zeros(0))
         before = self.optimizer.num_steps
-        masked = self._masked(samples)
         if any(masked):
             metrics.append(metric("rollout/dropped/truncated", sum(masked)))
         for step in range(self.arithmetic.num_steps_per_rollout):
@@ -103,7 +105,7 @@ class Trainer:
                 metrics += self._step(part)
         if self.reference is not None:
             self.reference.follow(rollout_id + 1, self.optimizer.masters)
-        metrics += self._steer_kl(metrics, len(batch))
+        metrics += self._steer_kl(metrics, batch.trajectory_ids.unique().numel())
         seconds = time.perf_counter() - began
         metrics += [
             metric("train/seconds", seconds),

@@ -66,6 +66,12 @@ def findings(argv: str) -> list[str]:
             ["correction_low = 0.5 does nothing with", "decoupled"],
         ),
         ("--rollout-correction tis --correction-bound truncate --correction-low 0.5", ["cut from above only"]),
+        (
+            "--rollout-correction tis --correction-reject-level token --correction-reject-low 0",
+            ["drops nothing without a bound"],
+        ),
+        (f"{TEACHER} --rm-type --group-filter zero_signal", ["drops every group of a run without a reward"]),
+        ("--advantage-estimator maxrl --overlong-buffer-len 8", ["overlong_buffer_len = 8", "divides by their mean"]),
         ("--sapo-tau-positive 2", ["sapo_tau_positive = 2.0 does nothing with policy loss ppo"]),
         ("--policy-loss gspo --sapo-tau-negative 2", ["sapo_tau_negative = 2.0 does nothing with policy loss gspo"]),
     ],
@@ -83,6 +89,13 @@ def test_fault(argv, parts):
     [
         (f"{TEACHER} --group-filter zero_signal", "the teacher would still teach"),
         ("--advantage-estimator gdpo --rm-type math exact --group-filter zero_signal", "gdpo at each of them"),
+        *(
+            (
+                f"--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl --kl-loss-type {name}",
+                "it does with k1, k3, low_var_kl",
+            )
+            for name in ("k2", "abs", "k3+")
+        ),
     ],
 )
 def test_warning(argv, part):
@@ -105,6 +118,11 @@ def test_warning(argv, part):
         f"--reward-scale 2 {RPP} --kl-coef 0.1",
         f"--reward-bias 2 {RPP} --gamma 0.9",
         "--reward-bias 1 --advantage-estimator maxrl",
+        "--reward-scale 2 --reward-bias 1 --advantage-estimator maxrl",  # r and r + 1/2 are not the same to it
+        *(
+            f"--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl --kl-loss-type {name}"
+            for name in ("k1", "k3", "low_var_kl")
+        ),
         "--reward-scale 2 --reward-bias 1 --normalize-rewards-running --advantage-estimator ppo",
         "--normalize-rewards-running --advantage-estimator rloo",
         "--rollout-correction decoupled --correction-high 2",
