@@ -156,6 +156,15 @@ def unbiased_kl_is_used(config: Config) -> Iterator[Finding]:
         )
 
 
+def kl_loss_pulls(config: Config) -> Iterator[Finding]:
+    algorithm = config.algorithm
+    if algorithm.use_kl_loss and algorithm.kl_loss_type == "k1" and not algorithm.use_unbiased_kl:
+        yield warning(
+            "kl_loss_type = k1 in the loss holds nothing back: its gradient is 0 on average; add use_unbiased_kl, or use "
+            "another"
+        )
+
+
 def overlong_penalty_is_used(config: Config) -> Iterator[Finding]:
     algorithm, longest = config.algorithm, config.rollout.rollout_max_response_len
     buffer = algorithm.overlong_buffer_len
@@ -302,6 +311,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     own_functions_stand_alone,
     reference_follows_one_way,
     unbiased_kl_is_used,
+    kl_loss_pulls,
     overlong_penalty_is_used,
     critic_is_used,
     policy_is_trained_too,

@@ -96,6 +96,7 @@ def test_fault(argv, parts):
             )
             for name in ("k2", "abs", "k3+")
         ),
+        ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "its gradient is 0 on average; add use_unbiased_kl"),
     ],
 )
 def test_warning(argv, part):
