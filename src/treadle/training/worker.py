@@ -81,13 +81,13 @@ class Trainer:
         samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
         masked = self._masked(samples)
         batch = batch_of(samples, tuple(self.objective.part_weights))
+        in_loss = batch.loss_mask & ~torch.tensor(masked, dtype=torch.bool)[batch.sample_index]
         if len(batch):
             rewards, self.reward_moments = condition_rewards(
                 batch.rewards, self.config.reward, self.reward_moments, batch.trajectory_ids
             )
             batch = self._score(replace(batch, rewards=rewards))
             metrics += _teacher_metrics(batch)
-            in_loss = batch.loss_mask & ~torch.tensor(masked)[batch.sample_index]
             found = self.objective.advantages(batch, in_loss)
             factor = self.objective.correction(replace(batch, loss_mask=in_loss))
             batch = replace(batch, advantages=found.advantages, returns=found.returns, correction=factor)
@@ -110,8 +110,8 @@ class Trainer:
         metrics += [
             metric("train/seconds", seconds),
             metric("train/tokens_per_second", int(batch.lengths.sum()) / seconds),
-            metric("train/num_samples", len(batch)),
-            metric("train/num_tokens", int(batch.loss_mask.sum())),
+            metric("train/num_samples", len(batch) - sum(masked)),
+            metric("train/num_tokens", int(in_loss.sum())),
             metric("train/num_steps", self.optimizer.num_steps - before),
         ]
         return metrics

@@ -28,6 +28,11 @@ def findings(argv: str) -> list[str]:
         ("--use-kl-loss --kl-loss-coef 0.1 --kl-horizon 10000", ["kl_horizon = 10000 needs kl_target"]),
         ("--kl-target 0.05 --kl-horizon 10000", ["no KL to steer", "use_kl_loss"]),
         (f"{RPP} --kl-coef 0.1 --kl-target 1 --kl-horizon 25", ["kl_horizon = 25", "128 samples", "more than 25"]),
+        (
+            f"{RPP} --kl-coef 0.1 --kl-target 1 --kl-horizon 8 --rollout-batch-size 5",
+            ["kl_horizon = 8", "40 samples", "more than 8"],
+        ),
+        ("--reward-clip-low 1 --reward-clip-high 1", ["reward_clip_low = 1.0 must be below"]),
         ("--reward-clip-low 2 --reward-clip-high 1", ["reward_clip_low = 2.0", "reward_clip_high = 1.0"]),
         ("--reward-scale 2", ["reward_scale = 2.0 does nothing with grpo"]),
         ("--reward-scale 2 --advantage-estimator maxrl", ["does nothing with maxrl"]),

@@ -120,6 +120,9 @@ def test_masked_truncated_samples_count_in_their_group_and_not_in_the_loss(make_
     masked = make_trainer(mask_truncated=True)
     metrics = masked.train(cut)
     assert sum(m.value for m in metrics if m.name == "rollout/dropped/truncated") == 2
+    counts = {m.name: m.value for m in metrics}
+    assert counts["train/num_samples"] == 4
+    assert counts["train/num_tokens"] == sum(s.response_length for g in groups for s in g.samples[1:])
     whole = make_trainer()
     batch = batch_of(flat(groups))
     batch = replace(batch, advantages=whole.objective.advantages(batch).advantages)
