@@ -34,7 +34,7 @@ class Side:
 
     def __init__(self, name: str, script: Path, python: str = sys.executable, env: Mapping[str, str] | None = None):
         self.name = name
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the side)
         self._process = subprocess.Popen(
             [python, str(script), "--side", name],
             stdin=subprocess.PIPE,

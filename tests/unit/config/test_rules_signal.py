@@ -121,6 +121,7 @@ def test_warning(argv, part):
         "--reward-clip-high 1 --reward-scale 2 --reward-bias -1",
         "--reward-scale 2 --overlong-buffer-len 8",
         "--reward-scale 2 --advantage-estimator rloo",
+        f"--reward-scale 2 --advantage-estimator rloo --normalize-advantages {TEACHER}",
         f"--reward-scale 2 {RPP} --kl-coef 0.1",
         f"--reward-bias 2 {RPP} --gamma 0.9",
         "--reward-bias 1 --advantage-estimator maxrl",
@@ -151,7 +152,10 @@ def test_each_reward_has_a_name_and_a_weight():
         "deep.score",
         "score_2",
     )
+    assert reward_names(("a:f", "b:f", "c:f")) == ("f", "f_2", "f_3")
     section = RewardSection(rm_type=("math", "exact"), custom_rm_path="mine.py:score")
     assert section.part_weights == {"math": 1.0, "exact": 1.0, "score": 1.0}
     weighted = section.model_copy(update={"rm_weights": (1.0, 0.5, 2.0)})
+    short = section.model_copy(update={"rm_weights": (1.0, 0.5)})  # a fault of its own, told by the rules
+    assert short.part_weights == section.part_weights
     assert weighted.part_weights == {"math": 1.0, "exact": 0.5, "score": 2.0}
