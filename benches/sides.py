@@ -54,6 +54,7 @@ class Side:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._log.close()
 
     def _answer(self, seconds: float, what: str) -> Answer:
         """The next JSON line of the side; other lines it prints are passed over."""
