@@ -8,6 +8,7 @@ Python, given by a flag.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -35,7 +36,7 @@ class Side:
 
     def __init__(self, name: str, script: Path, python: str = sys.executable, env: Mapping[str, str] | None = None):
         self.name = name
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as the side
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the side)
         self._process = subprocess.Popen(
             [python, str(script), "--side", name],
             stdin=subprocess.PIPE,
@@ -61,10 +62,12 @@ class Side:
     def close(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
+        self._log.close()
 
     def _signal(self, number: int) -> None:
         """To the side and all its processes: a peer's workers may spin while they wait, which others would feel."""
-        os.killpg(self._process.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            os.killpg(self._process.pid, number)
 
     def _answer(self, seconds: float, what: str) -> Answer:
         """The next JSON line of the side; other lines it prints are passed over."""

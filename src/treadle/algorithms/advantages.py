@@ -30,7 +30,9 @@ SumOverRanks = Callable[[Tensor], Tensor]
 class AdvantageInputs:
     """A whole rollout's rewards and the tokens they belong to; only whole groups, in any order.
 
-    `mask` is True on trained tokens (all of them where it is None). `positions` is each token's place in its
+    `mask` is True on trained tokens (all of them where it is None). `whitened` is True on those whose mean and
+    deviation count in whitening: all trained ones, unless some samples only stand in their group's statistics.
+    `positions` is each token's place in its
     sequence, needed only where a discount meets tokens that were left out. `kl` and `values` are read by the
     estimators that say so, `reward_parts` and `part_weights` by gdpo, the last two by on-policy distillation.
     """
@@ -39,6 +41,7 @@ class AdvantageInputs:
     group_ids: Int64[Tensor, " S"]
     sample_index: Int64[Tensor, " T"]  # ascending
     mask: Bool[Tensor, " T"] | None = None
+    whitened: Bool[Tensor, " T"] | None = None
     trajectory_ids: Int64[Tensor, " S"] | None = None
     reward_parts: Float[Tensor, "S P"] | None = None
     part_weights: Float[Tensor, " P"] | None = None
@@ -91,6 +94,7 @@ class Estimator:
     needs_values: bool = False
     needs_parts: bool = False  # reads `reward_parts`
     whitens: bool = False
+    divides_by_mean: bool = False  # by that of the group, so rewards must not be negative
     policy_loss: str = "ppo"  # the loss it is used with unless another is asked for
 
 
@@ -120,7 +124,7 @@ def compute_advantages(
         advantages = advantages - settings.opd_kl_coef * (inputs.student_logprobs - inputs.teacher_logprobs)
     advantages = where_trained(advantages, inputs.mask)
     if rule.whitens if settings.whiten is None else settings.whiten:
-        sums = whitening_sums(advantages, inputs.mask)
+        sums = whitening_sums(advantages, inputs.mask if inputs.whitened is None else inputs.whitened)
         advantages = whiten(advantages, sums if sum_over_ranks is None else sum_over_ranks(sums), inputs.mask)
     return Advantages(advantages, where_trained(returns, inputs.mask), shaped)
 
@@ -298,7 +302,9 @@ _ALL = (
         per_token_reward=True,
         whitens=True,
     ),
-    Estimator("maxrl", _maxrl, broadcast, "Tajwar et al. 2026, arXiv 2602.02710", needs_group=True),
+    Estimator(
+        "maxrl", _maxrl, broadcast, "Tajwar et al. 2026, arXiv 2602.02710", needs_group=True, divides_by_mean=True
+    ),
     Estimator("opo", _opo, broadcast, "Hao et al. 2025, arXiv 2505.23585", needs_group=True),
     Estimator(
         "gdpo", _gdpo, broadcast, "GDPO 2026, arXiv 2601.05242", needs_group=True, needs_parts=True, whitens=True

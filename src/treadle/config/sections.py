@@ -99,6 +99,10 @@ class RolloutSection(Section):
     rollout_engine: Literal["torch"] = Field(
         "torch", description="What generates: `torch` is the embedded engine, on the trainer's own weights."
     )
+    rollout_fused_ops: bool = Field(
+        True,
+        description="Let the embedded engine run known architectures with fused operations on prepared copies of the weights (CPU); off runs the module as it is.",
+    )
     group_filter: str | None = Field(
         None,
         description="Drop groups and draw others instead: zero_signal (dynamic sampling), any_failed, or your own.",

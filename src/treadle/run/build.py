@@ -21,7 +21,7 @@ from treadle.rollout.manager import RolloutManager
 from treadle.rollout.rewards import RewardScorer, build_scorer
 from treadle.run.evaluate import EvalSet, eval_sampling
 from treadle.training.critic import Critic
-from treadle.training.objective import build_objective
+from treadle.training.objective import Objective, build_objective
 from treadle.training.reference import Reference
 from treadle.training.worker import Trainer
 
@@ -92,20 +92,43 @@ def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing
     return path
 
 
+def resolve_objective(config: Config) -> Objective:
+    """The algorithm as functions; loads no weights.
+
+    Raises `ConfigError` for what can't be told from the configuration alone: functions of the user's that break their
+    contract, a critic's flags or groups of one where the user's estimator says it has no critic or compares groups,
+    and bounds that cross the usual ones.
+    """
+    algorithm = config.algorithm
+    objective = build_objective(algorithm, config.rollout.rollout_max_response_len, config.reward.part_weights)
+    own = algorithm.custom_advantage_path
+    if own is None:  # the rules of the configuration know the others
+        return objective
+    if not objective.needs.values:
+        fields = type(config.critic).model_fields
+        given = [f"{k} = {v}" for k, v in config.critic.model_dump().items() if v != fields[k].default]
+        if given:
+            raise ConfigError(f"{', '.join(given)} does nothing with custom_advantage_path {own!r}: it has no critic")
+    if objective.needs.groups and config.rollout.n_samples_per_prompt == 1 and not objective.needs.teacher_logprobs:
+        raise ConfigError(
+            f"n_samples_per_prompt = 1 gives custom_advantage_path {own!r} nothing to compare; set 2 or more"
+        )
+    return objective
+
+
 def build_trainer(
     config: Config, model: PreTrainedModel, num_rollout: int, progress: Progress, teacher_path: str | None = None
 ) -> Trainer:
     """The trainer, with a reference model where the algorithm uses KL, a critic where it uses values, and the teacher."""
     arithmetic = batch_arithmetic(config)
     reference = None
-    response = config.rollout.rollout_max_response_len
-    objective = build_objective(config.algorithm, response, config.reward.part_weights)
-    if objective.needs_reference:
+    objective = resolve_objective(config)
+    if objective.needs.ref_logprobs:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
-        reference = Reference(load_policy(config, path, trainable=False), config.algorithm)
+        reference = Reference(load_policy(config, path, trainable=False).to("cpu"), config.algorithm)  # lent out too
     steps = arithmetic.num_steps_per_rollout
     critic = None
-    if objective.needs_values:
+    if objective.needs.values:
         path = resolve(config.critic.critic_load or config.model.hf_checkpoint)
         value_model = ValueModel(load_policy(config, path))
         load_value_head(value_model, Path(path))
@@ -121,7 +144,11 @@ async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, st
     """The embedded engine on this module, and the manager that feeds it."""
     rollout = config.rollout
     assert rollout.rollout_engine == "torch"  # the only one so far
-    engine = TorchEngine(model, codec, EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB)))
+    engine = TorchEngine(
+        model,
+        codec,
+        EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), rollout.rollout_fused_ops),
+    )
     stack.push_async_callback(engine.close)
     conversation = None
     if rollout.custom_env_path is not None:

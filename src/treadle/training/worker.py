@@ -58,9 +58,10 @@ class Trainer:
             config.algorithm, config.rollout.rollout_max_response_len, config.reward.part_weights
         )
         self.reward_moments = RunningMoments()
-        assert not self.objective.needs_reference or reference is not None, "the objective needs a reference model"
-        assert self.objective.needs_values == (critic is not None), "a critic is given exactly where values are needed"
-        assert self.objective.needs_teacher == (teacher is not None), "a teacher is given exactly where one is needed"
+        needs = self.objective.needs
+        assert not needs.ref_logprobs or reference is not None, "the objective needs a reference model"
+        assert needs.values == (critic is not None), "a critic is given exactly where values are needed"
+        assert needs.teacher_logprobs == (teacher is not None), "a teacher is given exactly where one is needed"
         self.optimizer = MasterOptimizer(model, config.optim, total_steps)
         if config.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -78,19 +79,21 @@ class Trainer:
         """
         began = time.perf_counter()
         samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
+        masked = self._masked(samples)
         batch = batch_of(samples, tuple(self.objective.part_weights))
+        in_loss = batch.loss_mask & ~torch.tensor(masked, dtype=torch.bool)[batch.sample_index]
         if len(batch):
-            rewards, self.reward_moments = condition_rewards(batch.rewards, self.config.reward, self.reward_moments)
+            rewards, self.reward_moments = condition_rewards(
+                batch.rewards, self.config.reward, self.reward_moments, batch.trajectory_ids
+            )
             batch = self._score(replace(batch, rewards=rewards))
             metrics += _teacher_metrics(batch)
-            found = self.objective.advantages(batch)
-            batch = replace(
-                batch, advantages=found.advantages, returns=found.returns, correction=self.objective.correction(batch)
-            )
+            found = self.objective.advantages(batch, in_loss)
+            factor = self.objective.correction(replace(batch, loss_mask=in_loss))
+            batch = replace(batch, advantages=found.advantages, returns=found.returns, correction=factor)
         else:
             batch = replace(batch, advantages=torch.zeros(0))
         before = self.optimizer.num_steps
-        masked = self._masked(samples)
         if any(masked):
             metrics.append(metric("rollout/dropped/truncated", sum(masked)))
         for step in range(self.arithmetic.num_steps_per_rollout):
@@ -102,13 +105,13 @@ class Trainer:
                 metrics += self._step(part)
         if self.reference is not None:
             self.reference.follow(rollout_id + 1, self.optimizer.masters)
-        metrics += self._steer_kl(metrics, len(batch))
+        metrics += self._steer_kl(metrics, batch.trajectory_ids.unique().numel())
         seconds = time.perf_counter() - began
         metrics += [
             metric("train/seconds", seconds),
             metric("train/tokens_per_second", int(batch.lengths.sum()) / seconds),
-            metric("train/num_samples", len(batch)),
-            metric("train/num_tokens", int(batch.loss_mask.sum())),
+            metric("train/num_samples", len(batch) - sum(masked)),
+            metric("train/num_tokens", int(in_loss.sum())),
             metric("train/num_steps", self.optimizer.num_steps - before),
         ]
         return metrics
@@ -139,14 +142,15 @@ class Trainer:
         return [asked and sample.status is Status.TRUNCATED for sample in samples]
 
     def _score(self, batch: Batch) -> Batch:
-        """Add the logprobs the objective needs, and only those."""
-        if self.objective.needs_old_logprobs or self.arithmetic.num_steps_per_rollout > 1:
+        """Add what the objective needs, and only that; old logprobs of the only step are its own."""
+        needs = self.objective.needs
+        if needs.prior_logprobs or (needs.old_logprobs and self.arithmetic.num_steps_per_rollout > 1):
             batch = replace(batch, old_logprobs=self.logprobs(batch, self.model))
-        if self.objective.needs_entropy:
+        if needs.prior_entropy:
             backend = self.config.model.attention_backend
             found = self.micro_batches.per_token(batch, lambda packed: packed_entropy(self.model, packed, backend))
             batch = replace(batch, entropy=found)
-        if self.objective.needs_reference:
+        if needs.ref_logprobs:
             assert self.reference is not None
             with lent_to(self.device, self.reference.model) as model:
                 batch = replace(batch, ref_logprobs=self.logprobs(batch, model))
