@@ -30,6 +30,7 @@ def build_model(size: str, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from treadle.models.attention import register_attention
+    from treadle.models.norm import fuse_norms
 
     shape = SIZES[size]
     config = Qwen2Config(
@@ -46,6 +47,7 @@ def build_model(size: str, device: torch.device) -> Any:
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention(), dtype=torch.bfloat16)
+    fuse_norms(model)
     return model.eval()
 
 

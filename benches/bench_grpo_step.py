@@ -67,6 +67,12 @@ def treadle_side() -> Callable[[Work], Answer]:
     return run
 
 
+def score(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """TRL's reward: 1 where the last number of the answer is the wanted one."""
+    numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
+    return [float(bool(found) and found[-1] == wanted) for found, wanted in zip(numbers, answer, strict=True)]
+
+
 def trl_side() -> Callable[[Work], Answer]:
     import tempfile
 
@@ -79,6 +85,10 @@ def trl_side() -> Callable[[Work], Answer]:
     tokenizer = AutoTokenizer.from_pretrained(os.environ["BENCH_MODEL"])
     counted: dict[str, int] = {}
 
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        counted["tokens"] = sum(len(ids) for ids in completion_ids)
+        return score(**columns)
+
     class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.began: list[float] = []
@@ -89,11 +99,6 @@ def trl_side() -> Callable[[Work], Answer]:
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             self.took.append(time.perf_counter() - self.began[-1])
-
-    def reward(completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        counted["tokens"] = sum(len(ids) for ids in completion_ids)
-        numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
-        return [float(bool(found) and found[-1] == wanted) for found, wanted in zip(numbers, answer, strict=True)]
 
     def run(work: Work) -> Answer:
         rows = create_dataset("chain_sum", size=500, seed=work["seed"], **TASK)

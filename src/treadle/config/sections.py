@@ -41,6 +41,10 @@ class ModelSection(Section):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
+    fused_ops: bool = Field(
+        True,
+        description="Compute norms, and on a CPU the engine's whole layers, with fewer and larger operations where the architecture is known; off runs the module as it is.",
+    )
     attention_backend: Literal["auto", "batched", "sdpa"] = Field(
         "auto",
         description="How packed sequences attend: `batched` matmuls over similar lengths, `sdpa` one call per sequence.",
@@ -98,10 +102,6 @@ class RolloutSection(Section):
     rollout_seed: int = Field(42, ge=0, description="Seed of the prompt order and of every sample.")
     rollout_engine: Literal["torch"] = Field(
         "torch", description="What generates: `torch` is the embedded engine, on the trainer's own weights."
-    )
-    rollout_fused_ops: bool = Field(
-        True,
-        description="Let the embedded engine run known architectures with fused operations on prepared copies of the weights (CPU); off runs the module as it is.",
     )
     group_filter: str | None = Field(
         None,

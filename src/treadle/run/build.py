@@ -61,7 +61,8 @@ def load_source(config: Config, codec: Codec, max_prompt: int, progress: Progres
 def load_policy(config: Config, path: str, *, trainable: bool = True) -> PreTrainedModel:
     """A model of the run, in its compute dtype and on its device."""
     model = config.model
-    return load_model(path, compute_dtype(model.dtype, model.device), pick_device(model.device), trainable=trainable)
+    dtype, device = compute_dtype(model.dtype, model.device), pick_device(model.device)
+    return load_model(path, dtype, device, trainable=trainable, fused=model.fused_ops)
 
 
 def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing: bool = True) -> str | None:
@@ -147,7 +148,7 @@ async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, st
     engine = TorchEngine(
         model,
         codec,
-        EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), rollout.rollout_fused_ops),
+        EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), config.model.fused_ops),
     )
     stack.push_async_callback(engine.close)
     conversation = None
