@@ -2,7 +2,7 @@
 
 Where the module computes in bfloat16 the masters are copies of its parameters: gradients are summed into float32
 as the backward pass makes them, and the new weights are cast into the module once a step. Where the module is
-float32 its parameters are the masters, and nothing is copied.
+float32 its parameters are the masters, and nothing is copied. Where ranks hold shards, a master is this rank's part.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from treadle.config.sections import OptimSection
+from treadle.training.parallel import as_parallel, local_part
+from treadle.training.ranks import ALONE
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,15 @@ class MasterOptimizer:
 
     def __init__(self, module: nn.Module, optim: OptimSection, total_steps: int):
         self.optim, self.total_steps = optim, total_steps
-        self.params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        parallel = as_parallel(module)
+        self.is_sharded, self.grid = parallel.is_sharded, parallel.grid
+        self.params = {name: p for name, p in parallel.model.named_parameters() if p.requires_grad}
         self.masters: dict[str, nn.Parameter] = {}
         for name, param in self.params.items():
-            if param.dtype == torch.float32:
+            if self.is_sharded:
+                assert param.dtype == torch.float32, f"{name} is sharded in {param.dtype}; shards are the masters"
+                self.masters[name] = nn.Parameter(local_part(param.detach()))
+            elif param.dtype == torch.float32:
                 self.masters[name] = param
             else:
                 self.masters[name] = nn.Parameter(param.detach().float())
@@ -85,12 +92,15 @@ class MasterOptimizer:
         """
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         self.num_steps += 1
-        for master in self.masters.values():
+        for name, master in self.masters.items():
+            if self.is_sharded and self.params[name].grad is not None:
+                master.grad = local_part(self.params[name].grad)
+                self.params[name].grad = None
             if master.grad is None:
                 # Nothing in the batch reached it: a gradient of zero, which momentum may still move.
                 master.grad = torch.zeros_like(master)
         masters = list(self.masters.values())
-        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        norm = self._joined(torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None]))
         finite = loss_is_finite and bool(torch.isfinite(norm))
         broken = ""
         if finite:  # clipping by a norm that is not finite would spread it over all gradients
@@ -100,13 +110,29 @@ class MasterOptimizer:
             self.adamw.step()
             self.publish()
         else:
-            broken = next((name for name, p in self.masters.items() if not torch.isfinite(p.grad).all()), "")
+            broken = self._first_broken()
         self.adamw.zero_grad(set_to_none=True)
         return StepResult(float(norm), lr, skipped=not finite, broken=broken)
+
+    def _joined(self, norm: Tensor) -> Tensor:
+        """The norm over the shards of all ranks; replicas hold the same numbers and count once."""
+        if not self.is_sharded:
+            return norm
+        return (self.grid.world.sum(norm.double().square()) / self.grid.spec.replicate).sqrt().to(norm)
+
+    def _first_broken(self) -> str:
+        """The first parameter whose gradient is not finite, on any rank; empty where there is none."""
+        names = list(self.masters)
+        found = next((i for i, p in enumerate(self.masters.values()) if not torch.isfinite(p.grad).all()), len(names))
+        ranks = self.grid.world if self.is_sharded else ALONE
+        first = len(names) - ranks.max(len(names) - found)
+        return names[first] if first < len(names) else ""
 
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the module's parameters; nothing to do where they are the same tensors."""
+        if self.is_sharded:
+            return
         apart = [(p, self.masters[name]) for name, p in self.params.items() if p is not self.masters[name]]
         if apart:
             torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])

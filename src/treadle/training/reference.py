@@ -13,6 +13,7 @@ from torch import Tensor
 
 from treadle.config import AlgorithmSection
 from treadle.training.checkpoint import Checkpoint
+from treadle.training.parallel import ParallelModel, as_parallel, local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,8 +22,14 @@ FILE = "reference.safetensors"
 
 
 @contextmanager
-def lent_to(device: torch.device, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model on this device; back in host memory afterwards, where the device has a memory of its own."""
+def lent_to(device: torch.device, model: ParallelModel) -> Iterator[ParallelModel]:
+    """The model on this device; back in host memory afterwards, where the device has a memory of its own.
+
+    The shards of a frozen model stay in host memory: its layers are brought to the device one by one.
+    """
+    if model.is_sharded:
+        yield model
+        return
     try:
         yield model.to(device)
     finally:
@@ -36,12 +43,17 @@ class Reference:
     With a moving average the weights are kept in float32 beside the model, for in bfloat16 small steps would be lost.
     """
 
-    def __init__(self, model: PreTrainedModel, section: AlgorithmSection):
-        self.model = model
+    def __init__(self, model: PreTrainedModel | ParallelModel, section: AlgorithmSection):
+        self.parallel = as_parallel(model)
+        self.model: PreTrainedModel = self.parallel.model
         self.interval, self.decay = section.ref_update_interval, section.ref_ema_decay
         self._weights: dict[str, Tensor] = {}
         if self.decay is not None:
-            self._weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+            self._weights = {name: p.float().clone() for name, p in self._parts()}
+
+    def _parts(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of each weight."""
+        return ((name, local_part(p.detach())) for name, p in self.model.named_parameters())
 
     @property
     def moves(self) -> bool:
@@ -50,8 +62,8 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, rollouts_done: int, policy: Mapping[str, Tensor]) -> None:
-        """Called after each rollout with the policy's float32 weights: refresh or average when due."""
-        params = dict(self.model.named_parameters())
+        """Called after each rollout with this rank's part of the policy's float32 weights: refresh or average when due."""
+        params = dict(self._parts())
         if self.decay is not None:
             for name, weight in self._weights.items():
                 weight.lerp_(policy[name].to(weight.device), 1 - self.decay)
