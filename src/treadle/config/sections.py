@@ -347,7 +347,9 @@ class ParallelSection(Section):
     """How many ranks share a model; the grid is replicate × shard × tensor, shards are what the others leave."""
 
     fsdp_replicate_size: int = Field(
-        1, ge=1, description="Copies of the sharded model (HSDP): weights are sharded inside a copy, gradients joined over all."
+        1,
+        ge=1,
+        description="Copies of the sharded model (HSDP): weights are sharded inside a copy, gradients joined over all.",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, description="Ranks that share the matrices of each layer and see the same samples."

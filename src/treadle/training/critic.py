@@ -6,23 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.algorithms.losses import value_loss
 from treadle.config import AlgorithmSection, Config, CriticSection
 from treadle.metrics import Metric, metric
 from treadle.models.attention import PackedAttention
-from treadle.models.load import load_parameters, save_model
-from treadle.models.value import ValueModel, load_value_head, save_value_head
+from treadle.models.load import save_model
+from treadle.models.value import ValueModel, read_value_head, save_value_head
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.micro_batches import MicroBatches, with_last
 from treadle.training.optim import MasterOptimizer
 from treadle.training.packing import PackedBatch
 from treadle.training.parallel import ParallelModel, as_parallel
+from treadle.training.spread import gathered_parameter, stored_parameters, write_model_folder, write_parts
+from treadle.training.tensor_files import TensorFiles
 
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER = "optimizer"
 FOLDER = "critic"
 
 
@@ -95,23 +97,31 @@ class Critic:
 
     def write(self, folder: Path) -> None:
         """Write the critic: a Hugging Face folder of its body, its head, and its AdamW state."""
+        state = self.optimizer.state_tensors()
+        if self.parallel.is_sharded:
+            write_model_folder(self.parallel, self.model.model, "model.", folder)
+            head = {n: gathered_parameter(p, self.parallel) for n, p in self.model.value_head.named_parameters()}
+            if self.parallel.grid.is_first:
+                save_value_head(head, folder)
+            write_parts(folder, OPTIMIZER, state, self.optimizer.parameter_of, self.parallel)
+            return
         masters = {name: p.detach() for name, p in self.optimizer.masters.items()}
         frozen = {name: p.detach().float() for name, p in self.model.named_parameters() if name not in masters}
         body = _under("model.", {**masters, **frozen})
         save_model(self.model.model, body, folder)
         save_value_head(_under("value_head.", masters), folder)
-        save_file({k: v.contiguous() for k, v in self.optimizer.state_tensors().items()}, folder / OPTIMIZER_FILE)
+        save_file({k: v.contiguous() for k, v in state.items()}, folder / f"{OPTIMIZER}.safetensors")
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule from a checkpoint that has a critic."""
         folder = checkpoint.path / FOLDER
-        load_value_head(self.model, folder)
-        tensors = {f"model.{name}": tensor for name, tensor in load_parameters(folder).items()}
-        tensors |= {f"value_head.{name}": p.detach() for name, p in self.model.value_head.named_parameters()}
-        known = {name: tensor for name, tensor in tensors.items() if name in self.optimizer.masters}
-        check_same_model(checkpoint, known, self.optimizer.masters)
+        names = [name.removeprefix("model.") for name in self.optimizer.params if name.startswith("model.")]
+        tensors = {f"model.{name}": tensor for name, tensor in stored_parameters(folder, names).items()}
+        tensors |= {f"value_head.{name}": tensor for name, tensor in read_value_head(self.model, folder).items()}
+        known = {name: tensor for name, tensor in tensors.items() if name in self.optimizer.params}
+        check_same_model(checkpoint, known, self.optimizer.params)
         self.optimizer.load_masters(known)
-        self.optimizer.load_state_tensors(load_file(folder / OPTIMIZER_FILE))
+        self.optimizer.load_state_tensors(TensorFiles(folder, OPTIMIZER))
         self.optimizer.num_steps = checkpoint.state["critic_steps"]
 
 

@@ -8,13 +8,14 @@ float32 its parameters are the masters, and nothing is copied. Where ranks hold 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from treadle.config.sections import OptimSection
-from treadle.training.parallel import as_parallel, local_part
+from treadle.training.parallel import as_parallel, local_part, part_of
 from treadle.training.ranks import ALONE
 
 
@@ -138,28 +139,37 @@ class MasterOptimizer:
             torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`."""
+        """This rank's part of AdamW's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`."""
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
                 out[f"{key}.{name}"] = value
         return out
 
+    def tensors(self) -> list[Tensor]:
+        """Everything this optimizer holds that is large: masters and AdamW's moments."""
+        moments = [value for state in self.adamw.state.values() for value in state.values()]
+        return [*(master.detach() for master in self.masters.values()), *moments]
+
+    def parameter_of(self, key: str) -> Tensor:
+        """The parameter that a tensor of `state_tensors` belongs to."""
+        return self.params[key.split(".", 1)[1]]
+
     @torch.no_grad()
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Inverse of `state_tensors`; parameters without a state there start fresh."""
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set AdamW's state from whole tensors, read one by one; parameters without a state there start fresh."""
         by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             kind, name = key.split(".", 1)
-            by_name.setdefault(name, {})[kind] = value
+            part = part_of(value, self.params[name]) if value.ndim else value
+            # Fused AdamW wants its count of steps on the device too.
+            by_name.setdefault(name, {})[kind] = part.to(self.masters[name].device, copy=True)
         for name, state in by_name.items():
-            master = self.masters[name]
-            moved = {k: v.to(master.device, copy=True) for k, v in state.items()}  # fused: the step lives there too
-            self.adamw.state[master] = moved
+            self.adamw.state[self.masters[name]] = state
 
     @torch.no_grad()
-    def load_masters(self, tensors: dict[str, Tensor]) -> None:
-        """Set the master weights (same names and shapes) and cast them into the module."""
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the master weights from whole tensors (same names and shapes) and cast them into the module."""
         for name, master in self.masters.items():
-            master.copy_(tensors[name])
+            master.copy_(part_of(tensors[name], self.params[name]))
         self.publish()

@@ -116,9 +116,10 @@ def build_grid(spec: ParallelSpec, device: torch.device) -> Grid:
 class ParallelModel(nn.Module):
     """A model and its grid. Calling it runs a function of the model where all weights it may read are gathered."""
 
-    def __init__(self, model: nn.Module, grid: Grid):
+    def __init__(self, model: nn.Module, grid: Grid, compute_dtype: torch.dtype | None = None):
         super().__init__()
         self.model, self.grid = model, grid
+        self.compute_dtype = compute_dtype or next(model.parameters()).dtype
 
     def forward(self, function: Callable[..., Result], *args: Any) -> Result:
         """`function(model, *args)`; tensors in its result may be differentiated."""
@@ -171,7 +172,7 @@ def shard(model: nn.Module, body: PreTrainedModel, grid: Grid, dtype: torch.dtyp
             fully_shard(module, mesh=grid.shard_mesh, offload_policy=offload)
         elif any(module is layer for layer in layers):
             fully_shard(module, mesh=grid.shard_mesh, mp_policy=policy, offload_policy=offload)
-    whole = ParallelModel(model, grid)
+    whole = ParallelModel(model, grid, dtype)
     inputs_as_they_are = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     fully_shard(whole, mesh=grid.shard_mesh, mp_policy=inputs_as_they_are, offload_policy=offload)
     for module in whole.modules():

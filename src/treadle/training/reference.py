@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.config import AlgorithmSection
 from treadle.training.checkpoint import Checkpoint
-from treadle.training.parallel import ParallelModel, as_parallel, local_part
+from treadle.training.parallel import ParallelModel, as_parallel, local_part, part_of
+from treadle.training.spread import write_parts
+from treadle.training.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FILE = "reference.safetensors"
+STEM = "reference"
 
 
 @contextmanager
@@ -73,19 +75,24 @@ class Reference:
                 param.copy_(policy[name])
 
     def write(self, folder: Path) -> None:
-        """Write the weights into a checkpoint that is being made, where they move."""
-        if self.moves:
-            weights = self._weights or {name: p.detach() for name, p in self.model.named_parameters()}
-            save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / FILE)
+        """Write the weights into a checkpoint that is being made, where they move; all ranks call this."""
+        if not self.moves:
+            return
+        weights = self._weights or dict(self._parts())
+        if self.parallel.is_sharded:
+            params = dict(self.model.named_parameters())
+            write_parts(folder, STEM, weights, params.__getitem__, self.parallel)
+            return
+        save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / f"{STEM}.safetensors")
 
     @torch.no_grad()
     def load(self, checkpoint: Checkpoint) -> None:
         """Set the weights a checkpoint holds; one that holds none leaves the reference as it is."""
-        file = checkpoint.path / FILE
-        if not self.moves or not file.is_file():
+        saved = TensorFiles(checkpoint.path, STEM)
+        if not self.moves or not saved:
             return
-        saved = load_file(file)
         for name, param in self.model.named_parameters():
-            param.copy_(saved[name])
+            part = part_of(saved[name], param)
+            local_part(param.detach()).copy_(part)
             if self._weights:
-                self._weights[name].copy_(saved[name])
+                self._weights[name].copy_(part)

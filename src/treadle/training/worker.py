@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +16,22 @@ from torch import Tensor, nn
 
 from treadle.config import BatchArithmetic, Config
 from treadle.metrics import Metric, metric
-from treadle.models.load import load_parameters, save_model
+from treadle.models.load import save_model
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.critic import Critic
 from treadle.training.micro_batches import MicroBatches, with_last
+from treadle.training.offload import HostCopies
 from treadle.training.optim import MasterOptimizer
-from treadle.training.parallel import ParallelModel, as_parallel
+from treadle.training.parallel import ParallelModel, as_parallel, local_part
 from treadle.training.plan import Planner, RankShare
 from treadle.training.ranks import lost_ranks_are_named
 from treadle.training.reference import Reference, lent_to
+from treadle.training.spread import full_parameters, stored_parameters, write_model_folder, write_parts
 from treadle.training.step import empty_loss, micro_batch_loss, micro_batch_metrics, packed_entropy, packed_logprobs
 from treadle.types import Group
+from treadle.weights import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +65,7 @@ class Trainer:
         assert not self.objective.needs_reference or reference is not None, "the objective needs a reference model"
         assert self.objective.needs_values == (critic is not None), "a critic is given exactly where values are needed"
         assert self.objective.needs_teacher == (teacher is not None), "a teacher is given exactly where one is needed"
+        self._host = HostCopies()
         self.optimizer = MasterOptimizer(self.policy, config.optim, total_steps)
         if config.model.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -82,10 +87,9 @@ class Trainer:
         In the first `num_critic_only_steps` rollouts the critic alone is trained. Returns this rank's metrics: those
         of all ranks together are the rollout's.
         """
-        grid = self.policy.grid
-        with lost_ranks_are_named(f"training on rollout {rollout_id}", grid.world.rank, grid.world.size):
+        with self._named(f"training on rollout {rollout_id}"):
             metrics = self._train_share(share, rollout_id)
-        return metrics if grid.reports else []
+        return metrics if self.policy.grid.reports else []
 
     def _train_share(self, share: RankShare, rollout_id: int) -> list[Metric]:
         began = time.perf_counter()
@@ -178,7 +182,9 @@ class Trainer:
             result = micro_batch_loss(self.policy, packed, part, self.objective, backend)
             self.policy.backward(result.loss, is_last=is_last)
             count += 1
-            losses += torch.tensor([float(result.loss.detach()), result.policy_loss, result.kl_loss], dtype=losses.dtype)
+            losses += torch.tensor(
+                [float(result.loss.detach()), result.policy_loss, result.kl_loss], dtype=losses.dtype
+            )
             metrics += micro_batch_metrics(result)
         self.model.eval()
         loss, policy_loss, kl_loss = self.policy.ranks.sum(losses).tolist()
@@ -209,18 +215,61 @@ class Trainer:
         chosen = torch.nonzero(largest if some_rank_learns else batch.group_ids == measured_group).squeeze(1)
         return batch.select(chosen.tolist())
 
+    # Weights for others
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        """Name, shape and dtype of each weight that `full_parameters` yields, in its order."""
+        dtype = self.policy.compute_dtype
+        return {name: WeightSpec(tuple(p.shape), dtype) for name, p in self.model.named_parameters()}
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight whole, in the compute dtype, one at a time; all ranks must run through it at the same time."""
+        return full_parameters(self.policy, self.policy.compute_dtype)
+
+    # Memory for others
+
+    def sleep(self, *, force: bool = False) -> int:
+        """Move weights, masters and optimizer state to host memory; returns the bytes freed on the device.
+
+        Between rollouts only: gradients are gone then. On a CPU nothing moves, unless forced. Nothing may use the
+        trainer's weights until `wake`.
+        """
+        optimizers = [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
+        parallels = [self.policy] if self.critic is None else [self.policy, self.critic.parallel]
+        held = [local_part(p.detach()) for parallel in parallels for p in parallel.model.parameters()]
+        held += [tensor for optimizer in optimizers for tensor in optimizer.tensors()]
+        return self._host.sleep(held, force=force)
+
+    def wake(self) -> int:
+        """Bring back what `sleep` moved, bit for bit; returns the bytes."""
+        return self._host.wake()
+
     # Checkpoints
 
     def write_model(self, folder: Path) -> None:
-        """Write the master weights as a Hugging Face folder."""
+        """Write the master weights as a Hugging Face folder; all ranks call this."""
+        if self.policy.is_sharded:
+            with self._named("writing the model"):
+                write_model_folder(self.policy, self.model, "", folder)
+            return
         save_model(self.model, {name: p.detach() for name, p in self.optimizer.masters.items()}, folder)
 
     def write_rest(self, folder: Path) -> None:
-        """Write into a checkpoint folder what is not the policy: the critic, a reference that moves."""
-        if self.critic is not None:
-            self.critic.write(folder / CRITIC_FOLDER)
-        if self.reference is not None:
-            self.reference.write(folder)
+        """Write into a checkpoint folder what is not the policy: the critic, a reference that moves.
+
+        Of many ranks, which all call this, also the optimizer's state.
+        """
+        with self._named("writing a checkpoint"):
+            if self.policy.is_sharded:
+                parts, like = self.optimizer.state_tensors(), self.optimizer.parameter_of
+                write_parts(folder, "optimizer", parts, like, self.policy)
+            if self.critic is not None:
+                self.critic.write(folder / CRITIC_FOLDER)
+            if self.reference is not None:
+                self.reference.write(folder)
+
+    def _named(self, doing: str) -> AbstractContextManager[None]:
+        return lost_ranks_are_named(doing, self.policy.grid.world.rank, self.policy.grid.world.size)
 
     def state(self) -> dict[str, Any]:
         """Where the schedules stand, and what moves over a run beside weights; JSON values."""
@@ -233,8 +282,8 @@ class Trainer:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule; raises `CheckpointError` for a checkpoint of another model."""
-        tensors = load_parameters(checkpoint.path / "model")
-        check_same_model(checkpoint, tensors, self.optimizer.masters)
+        tensors = stored_parameters(checkpoint.path / "model", list(self.optimizer.params))
+        check_same_model(checkpoint, tensors, self.optimizer.params)
         self.optimizer.load_masters(tensors)
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
         self.optimizer.num_steps = checkpoint.state["optimizer_steps"]
