@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -57,7 +58,7 @@ class Critic:
 
     def _values(self, packed: PackedBatch) -> Tensor:
         plan = PackedAttention(packed.layout, self.backend)
-        return self.parallel(ValueModel.values, packed.token_ids, packed.layout.position_ids, plan, packed.predictors)
+        return self.parallel(_values_of, packed.token_ids, packed.layout.position_ids, plan, packed.predictors)
 
     def step(self, batch: Batch) -> list[Metric]:
         """One optimizer step on the samples of one policy step; needs values, returns and loss weights."""
@@ -123,6 +124,11 @@ class Critic:
         self.optimizer.load_masters(known)
         self.optimizer.load_state_tensors(TensorFiles(folder, OPTIMIZER))
         self.optimizer.num_steps = checkpoint.state["critic_steps"]
+
+
+def _values_of(model: ValueModel, *args: Any) -> Tensor:
+    """A copy, for FSDP hooks on what a forward pass returns, and warns of views."""
+    return model.values(*args).clone()
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

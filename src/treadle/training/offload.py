@@ -29,6 +29,7 @@ class HostCopies:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.nbytes() and (force or tensor.device.type != "cpu"):
+                assert storage.resizable(), "memory that a file is mapped into can't be freed"
                 found[storage.data_ptr()] = storage, tensor.device
         freed = 0
         for place, (storage, device) in enumerate(found.values()):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.config.sections import OptimSection
-from treadle.training.parallel import as_parallel, local_part, part_of
+from treadle.training.parallel import as_parallel, is_split, local_part, part_of
 from treadle.training.ranks import ALONE
 
 
@@ -51,7 +51,7 @@ class MasterOptimizer:
     def __init__(self, module: nn.Module, optim: OptimSection, total_steps: int):
         self.optim, self.total_steps = optim, total_steps
         parallel = as_parallel(module)
-        self.is_sharded, self.grid = parallel.is_sharded, parallel.grid
+        self.is_sharded, self.grid, self.summed = parallel.is_sharded, parallel.grid, parallel.summed
         self.params = {name: p for name, p in parallel.model.named_parameters() if p.requires_grad}
         self.masters: dict[str, nn.Parameter] = {}
         for name, param in self.params.items():
@@ -95,13 +95,14 @@ class MasterOptimizer:
         self.num_steps += 1
         for name, master in self.masters.items():
             if self.is_sharded and self.params[name].grad is not None:
-                master.grad = local_part(self.params[name].grad)
+                grad = local_part(self.params[name].grad)
+                master.grad = self.grid.neighbours.sum(grad) if name in self.summed else grad
                 self.params[name].grad = None
             if master.grad is None:
                 # Nothing in the batch reached it: a gradient of zero, which momentum may still move.
                 master.grad = torch.zeros_like(master)
         masters = list(self.masters.values())
-        norm = self._joined(torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None]))
+        norm = self._total_norm()
         finite = loss_is_finite and bool(torch.isfinite(norm))
         broken = ""
         if finite:  # clipping by a norm that is not finite would spread it over all gradients
@@ -115,11 +116,17 @@ class MasterOptimizer:
         self.adamw.zero_grad(set_to_none=True)
         return StepResult(float(norm), lr, skipped=not finite, broken=broken)
 
-    def _joined(self, norm: Tensor) -> Tensor:
-        """The norm over the shards of all ranks; replicas hold the same numbers and count once."""
+    def _total_norm(self) -> Tensor:
+        """The norm of the whole gradient, over the shards of all ranks."""
+        grads = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
         if not self.is_sharded:
-            return norm
-        return (self.grid.world.sum(norm.double().square()) / self.grid.spec.replicate).sqrt().to(norm)
+            return torch.nn.utils.get_total_norm(list(grads.values()))
+        split = [grad for name, grad in grads.items() if is_split(self.params[name])]
+        copied = [grad for name, grad in grads.items() if not is_split(self.params[name])]
+        squares = [torch.nn.utils.get_total_norm(part).double().square() for part in (split, copied)]
+        # Each number is on as many ranks as there are replicas, and what is not split on all neighbours too.
+        own = squares[0].to(self.grid.device) + squares[1].to(self.grid.device) / self.grid.spec.tensor
+        return (self.grid.world.sum(own) / self.grid.spec.replicate).sqrt().float()
 
     def _first_broken(self) -> str:
         """The first parameter whose gradient is not finite, on any rank; empty where there is none."""

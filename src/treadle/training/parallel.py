@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from treadle.config import Config
 from treadle.errors import ConfigError
 from treadle.training.ranks import ALONE, Ranks
+from treadle.training.tensor_parallel import check_heads, split_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +76,7 @@ class Grid:
     spec: ParallelSpec
     device: torch.device
     data: Ranks = ALONE
+    neighbours: Ranks = ALONE  # those with the same samples
     world: Ranks = ALONE
     mesh: DeviceMesh | None = None
 
@@ -87,7 +89,7 @@ class Grid:
     @property
     def reports(self) -> bool:
         """True on one rank of those that see the same samples: what it measured counts."""
-        return self.mesh is None or self.mesh.get_local_rank("tensor") == 0
+        return self.neighbours.rank == 0
 
     @property
     def is_first(self) -> bool:
@@ -102,7 +104,8 @@ def alone(device: torch.device) -> Grid:
 
 def build_grid(spec: ParallelSpec, device: torch.device) -> Grid:
     """Arrange the ranks of the joined process group; every rank calls this with the same spec."""
-    if spec.num_ranks == 1:
+    if not dist.is_initialized():
+        assert spec.num_ranks == 1, "join the ranks first"
         return alone(device)
     assert dist.get_world_size() == spec.num_ranks, f"{dist.get_world_size()} ranks joined, not {spec.num_ranks}"
     names = ("replicate", "shard", "tensor")
@@ -110,7 +113,11 @@ def build_grid(spec: ParallelSpec, device: torch.device) -> Grid:
     world = Ranks(dist.get_rank(), spec.num_ranks, dist.group.WORLD, device)
     flat = mesh["replicate", "shard"]._flatten("data")
     data = Ranks(flat.get_local_rank(), spec.num_data_ranks, flat.get_group(), device)
-    return Grid(spec, device, data, world, mesh)
+    neighbours = ALONE
+    if spec.tensor > 1:
+        group = mesh["tensor"].get_group()
+        neighbours = Ranks(mesh.get_local_rank("tensor"), spec.tensor, group, device)
+    return Grid(spec, device, data, neighbours, world, mesh)
 
 
 class ParallelModel(nn.Module):
@@ -120,6 +127,7 @@ class ParallelModel(nn.Module):
         super().__init__()
         self.model, self.grid = model, grid
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
+        self.summed: frozenset[str] = frozenset()  # weights whose gradients the neighbours must add up
 
     def forward(self, function: Callable[..., Result], *args: Any) -> Result:
         """`function(model, *args)`; tensors in its result may be differentiated."""
@@ -161,8 +169,11 @@ def shard(model: nn.Module, body: PreTrainedModel, grid: Grid, dtype: torch.dtyp
     called `value_head` stay in float32. Gradients of the ranks are added up, in float32: the weights of the loss
     hold the denominators.
     """
+    summed: list[nn.Module] = []
     if grid.spec.tensor > 1:
-        split_layers(body, grid)
+        check_heads(body, grid.spec.tensor)
+        assert grid.mesh is not None
+        summed = split_layers(body, grid.mesh["tensor"])
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     kept_on_host = grid.spec.cpu_offload or not trainable
     offload = CPUOffloadPolicy() if kept_on_host and grid.device.type == "cuda" else OffloadPolicy()
@@ -180,14 +191,13 @@ def shard(model: nn.Module, body: PreTrainedModel, grid: Grid, dtype: torch.dtyp
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
             module.set_reduce_scatter_unused_params(True, recurse=False)  # experts that no token of a rank went to
-    return whole
-
-
-def split_layers(body: PreTrainedModel, grid: Grid) -> None:
-    """Refuse to split matrices over ranks: gradients of what lies between them are not yet proven the same."""
-    raise ConfigError(
-        f"tensor_parallel_size = {grid.spec.tensor} is not supported yet; use 1, FSDP shards the same weights"
+    whole.summed = frozenset(
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        if module in summed
+        for weight in module._parameters
     )
+    return whole
 
 
 def _layers(body: PreTrainedModel) -> list[nn.Module]:
@@ -206,18 +216,58 @@ def local_part(param: Tensor) -> Tensor:
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that belongs to this rank's part of the parameter `like`; no rank waits for another."""
-    if not isinstance(like, DTensor):
-        return full
-    mesh = like.device_mesh
-    whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=like.placements).to_local()
+    for cut in _cuts(like):
+        start = min(cut.index * cut.step, cut.length)
+        full = full.narrow(cut.dim, start, min(cut.step, cut.length - start))
+    return full
 
 
 def gathered(part: Tensor, like: Tensor, device: torch.device) -> Tensor:
     """The whole tensor of which every rank has a part laid out as the parameter `like`; every rank calls this."""
-    if not isinstance(like, DTensor):
-        return part
-    sharded = DTensor.from_local(
-        part.to(device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-    return sharded.full_tensor()
+    whole = part.to(device) if isinstance(like, DTensor) else part
+    for cut in reversed(_cuts(like)):
+        shape = list(whole.shape)
+        shape[cut.dim] = cut.step
+        own = whole.new_zeros(shape)
+        own.narrow(cut.dim, 0, whole.shape[cut.dim]).copy_(whole)
+        found = [torch.empty_like(own) for _ in range(cut.count)]
+        dist.all_gather(found, own, group=cut.group)
+        whole = torch.cat(found, cut.dim).narrow(cut.dim, 0, cut.length)
+    return whole
+
+
+def is_split(param: Tensor) -> bool:
+    """True where tensor-parallel neighbours have different parts of the parameter, not copies of the same."""
+    return any(cut.axis == "tensor" for cut in _cuts(param))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One axis of the grid that a parameter is cut along: into `count` pieces of `step`, the last ones short."""
+
+    axis: str
+    dim: int
+    length: int
+    count: int
+    index: int
+    group: dist.ProcessGroup
+
+    @property
+    def step(self) -> int:
+        return -(-self.length // self.count)
+
+
+def _cuts(param: Tensor) -> list[_Cut]:
+    """How a parameter is cut; FSDP shards what tensor parallelism left."""
+    if not isinstance(param, DTensor):
+        return []
+    mesh, shape = param.device_mesh, list(param.shape)
+    places = dict(zip(mesh.mesh_dim_names or (), param.placements, strict=True))
+    cuts = []
+    for axis in ("tensor", "shard"):
+        if axis in places and not places[axis].is_replicate():
+            dim = places[axis].dim
+            cut = _Cut(axis, dim, shape[dim], mesh[axis].size(), mesh.get_local_rank(axis), mesh.get_group(axis))
+            shape[dim] = min(cut.step, max(0, shape[dim] - cut.index * cut.step))
+            cuts.append(cut)
+    return cuts

@@ -104,7 +104,7 @@ def lost_ranks_are_named(doing: str, rank: int, size: int) -> Iterator[None]:
     except RankError:
         raise
     except (dist.DistError, RuntimeError) as error:
-        text = (str(error).splitlines() or [type(error).__name__])[0]
+        text = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
         lost = isinstance(error, dist.DistError) or any(word in text.lower() for word in _LOST)
         if size == 1 or not lost or isinstance(error, torch.OutOfMemoryError):
             raise
