@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,18 @@ class ValueModel(nn.Module):
         """Value after each of the tokens at `rows` [K] of a packed row [N], float32 [K]."""
         hidden = hidden_states(self.model, token_ids, position_ids, plan)
         return self.value_head(hidden.index_select(0, rows).float()).squeeze(1)
+
+
+def value_model_of(folder: Path) -> Callable[[PreTrainedModel], ValueModel]:
+    """Makes value models with the head that a folder holds, if it holds one; a model without memory stays so."""
+
+    def wrap(model: PreTrainedModel) -> ValueModel:
+        value = ValueModel(model)
+        if not value.value_head.weight.is_meta:
+            load_value_head(value, folder)
+        return value
+
+    return wrap
 
 
 def load_value_head(model: ValueModel, folder: Path) -> None:

@@ -78,6 +78,8 @@ def join_ranks(
     """
     if address == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the resolver for the machine's name
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with lost_ranks_are_named(f"joining {size} ranks at {address}:{port}", rank, size):
         dist.init_process_group(

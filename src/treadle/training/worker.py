@@ -21,8 +21,8 @@ from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.critic import Critic
+from treadle.training.host_memory import HostCopies
 from treadle.training.micro_batches import MicroBatches, with_last
-from treadle.training.offload import HostCopies
 from treadle.training.optim import MasterOptimizer
 from treadle.training.parallel import ParallelModel, as_parallel, local_part
 from treadle.training.plan import Planner, RankShare

@@ -110,6 +110,8 @@ def run_job(rank: int, job: dict[str, Any]) -> None:
     for rollout_id in job["rollouts"]:
         if job.get("dies") == [rank, rollout_id]:
             os._exit(17)
+        if job.get("late", [None])[:2] == [rank, rollout_id]:
+            time.sleep(job["late"][2])
         groups = fixtures._make_groups(seed=rollout_id, **job["groups"])
         metrics.append(trainer.train_share(planner.plan(groups)[grid.data.rank], rollout_id))
         if job.get("sleeps"):
