@@ -39,9 +39,16 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "factors": {
         "fields": {
-            "rollout_correction": "tis", "correction_batch_mean_one": True, "m2po_threshold": 9.0,
-            "top_entropy_fraction": 0.5, "entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1,
-            "kl_target": 0.01, "kl_horizon": 90, "ref_ema_decay": 0.9,
+            "rollout_correction": "tis",
+            "correction_batch_mean_one": True,
+            "m2po_threshold": 9.0,
+            "top_entropy_fraction": 0.5,
+            "entropy_coef": 0.01,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "kl_target": 0.01,
+            "kl_horizon": 90,
+            "ref_ema_decay": 0.9,
         }
     },
     "teacher": {"fields": {"opd_kl_coef": 0.5, "use_dynamic_batch_size": False, "micro_batch_size": 2}},

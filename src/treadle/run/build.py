@@ -78,7 +78,7 @@ def check_one_process(config: Config, warn: Callable[[str], None]) -> None:
     unused = ("fsdp_cpu_offload", spec.cpu_offload), ("fsdp_sync_every_micro_batch", spec.sync_every_micro_batch)
     names = [name for name, given in unused if given]
     if names:
-        warn(f"{' and '.join(names)} do nothing in one process: no model is sharded")
+        warn(f"in one process no model is sharded: {', '.join(names)} has no effect")
 
 
 def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing: bool = True) -> str | None:

@@ -19,7 +19,7 @@ from treadle.errors import RankError
 
 LOOPBACK = "127.0.0.1"
 _CPU = torch.device("cpu")
-_LOST = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "store")
+_LOST = ("gloo", "nccl", "timed out", "connection closed", "connection reset", "connection refused", "broken pipe")
 """What the messages of torch's collectives speak of when a rank is lost; it raises plain RuntimeErrors too."""
 
 
@@ -79,6 +79,7 @@ def join_ranks(
     if address == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the resolver for the machine's name
     if device.type == "cuda":
+        assert device.index is not None, "say which GPU: cuda:0"
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with lost_ranks_are_named(f"joining {size} ranks at {address}:{port}", rank, size):

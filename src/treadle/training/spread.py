@@ -48,6 +48,9 @@ def load_parallel(
     parallel = shard(wrap(body), body, grid, dtype, trainable=trainable)
     on_host = grid.spec.cpu_offload or not trainable
     parallel.to_empty(device="cpu" if on_host else grid.device)
+    for module in parallel.modules():  # FSDP brings weights from the host, not the tables of rotary positions
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=grid.device))
     _send(parallel, source, grid)
     del source
     _first_pass(parallel, body)
