@@ -52,10 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
         }
     },
     "teacher": {"fields": {"opd_kl_coef": 0.5, "use_dynamic_batch_size": False, "micro_batch_size": 2}},
-    "one group learns": {"groups": {"sizes": [2, 4, 3], "rewards": [[1, 0], [0, 0, 0, 0], [1, 1, 1]]}},
-    "none learns": {"groups": {"rewards": [[1, 1, 1], [0, 0], [0, 0, 0, 0]]}},
+    "one-learns": {"groups": {"sizes": [2, 4, 3], "rewards": [[1, 0], [0, 0, 0, 0], [1, 1, 1]]}},
+    "none-learn": {"groups": {"rewards": [[1, 1, 1], [0, 0], [0, 0, 0, 0]]}},
 }
-QUICK = ("grpo", "ppo", "factors", "none learns")
+QUICK = ("grpo", "ppo", "factors", "none-learn")
 """Cases that two ranks run in the quick part; the others are run with those of four ranks."""
 UNEQUAL = ("train/seconds", "train/tokens_per_second", "train/num_micro_batches")
 
@@ -164,8 +164,8 @@ def quick(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     for saved, size in ((2, 1), (1, 2)):
         load = str(jobs.folder / f"first-half-{saved}" / "saves")
         jobs.add(f"second-half-{size}", size, **{**CASES["ppo"], "rollouts": [2], "load": load})
-    jobs.add("dies", 2, dies=[1, 1], fields={"distributed_timeout_seconds": 10})
-    jobs.add("late", 2, late=[1, 1, 8], fields={"distributed_timeout_seconds": 3})
+    jobs.add("dies", 2, dies=[1, 1], fields={"distributed_timeout_seconds": 60})
+    jobs.add("late", 2, late=[1, 1, 12], fields={"distributed_timeout_seconds": 8})
     jobs.add("asleep", 2, sleeps=True, fields=CASES["grpo"]["fields"])
     jobs.add("bfloat16", 2, fields={"dtype": "bfloat16"})
     jobs.add("tensor", 2, fields={"tensor_parallel_size": 2, **CASES["grpo"]["fields"]})
@@ -259,7 +259,7 @@ def test_norms_inside_heads_are_summed_over_the_ranks_that_have_the_heads(four: 
 
 def test_a_rank_without_a_sample_that_learns_still_takes_part(quick: Jobs) -> None:
     """The one group to run is whole on one rank; the other runs a pass without a target in every rollout."""
-    found = quick.found("none learns-2").check()
+    found = quick.found("none-learn-2").check()
     passes = [
         [m[1] for m in found.measured(rank)["metrics"][0] if m[0] == "train/num_micro_batches"] for rank in (0, 1)
     ]
