@@ -73,6 +73,30 @@ def score(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     return [float(bool(found) and found[-1] == wanted) for found, wanted in zip(numbers, answer, strict=True)]
 
 
+def trl_settings(folder: str) -> Any:
+    """How TRL is set up to do the same work."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=True,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=PROMPTS * SAMPLES // MICRO_BATCH,
+        num_generations=SAMPLES,
+        max_completion_length=NEW_TOKENS,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-6,
+        max_steps=2,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=100,
+    )
+
+
 def trl_side() -> Callable[[Work], Answer]:
     import tempfile
 
@@ -80,7 +104,7 @@ def trl_side() -> Callable[[Work], Answer]:
     from datasets import Dataset
     from reasoning_gym import create_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(os.environ["BENCH_MODEL"])
     counted: dict[str, int] = {}
@@ -106,24 +130,7 @@ def trl_side() -> Callable[[Work], Answer]:
         data = Dataset.from_dict({"prompt": prompts, "answer": [row["answer"] for row in rows]})
         clock = Clock()
         with tempfile.TemporaryDirectory() as folder:
-            args = GRPOConfig(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=True,
-                per_device_train_batch_size=MICRO_BATCH,
-                gradient_accumulation_steps=PROMPTS * SAMPLES // MICRO_BATCH,
-                num_generations=SAMPLES,
-                max_completion_length=NEW_TOKENS,
-                temperature=1.0,
-                beta=0.0,
-                learning_rate=1e-6,
-                max_steps=2,
-                gradient_checkpointing=False,
-                report_to=[],
-                save_strategy="no",
-                disable_tqdm=True,
-                logging_steps=100,
-            )
+            args = trl_settings(folder)
             model = AutoModelForCausalLM.from_pretrained(os.environ["BENCH_MODEL"], dtype=torch.float32)
             trainer = GRPOTrainer(
                 model=model,

@@ -9,7 +9,7 @@ Axes: `S` samples, `P` parts of a reward, `T` tokens of many samples one after t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -30,9 +30,7 @@ SumOverRanks = Callable[[Tensor], Tensor]
 class AdvantageInputs:
     """A whole rollout's rewards and the tokens they belong to; only whole groups, in any order.
 
-    `mask` is True on trained tokens (all of them where it is None). `whitened` is True on those whose mean and
-    deviation count in whitening: all trained ones, unless some samples only stand in their group's statistics.
-    `positions` is each token's place in its
+    `mask` is True on trained tokens (all of them where it is None). `positions` is each token's place in its
     sequence, needed only where a discount meets tokens that were left out. `kl` and `values` are read by the
     estimators that say so, `reward_parts` and `part_weights` by gdpo, the last two by on-policy distillation.
     """
@@ -41,7 +39,6 @@ class AdvantageInputs:
     group_ids: Int64[Tensor, " S"]
     sample_index: Int64[Tensor, " T"]  # ascending
     mask: Bool[Tensor, " T"] | None = None
-    whitened: Bool[Tensor, " T"] | None = None
     trajectory_ids: Int64[Tensor, " S"] | None = None
     reward_parts: Float[Tensor, "S P"] | None = None
     part_weights: Float[Tensor, " P"] | None = None
@@ -82,7 +79,11 @@ SpreadFn = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """One way to turn rewards into advantages; your own may be given wherever a name may."""
+    """One way to turn rewards into advantages; your own may be given wherever a name may.
+
+    `shape` sees whole groups, and of the tokens only which are trained; `spread` sees what models say of each token,
+    and groups that may be in parts.
+    """
 
     name: str
     shape: ShapeFn
@@ -117,14 +118,40 @@ def compute_advantages(
     """
     settings = AdvantageSettings() if settings is None else settings
     rule = find_estimator(estimator) if isinstance(estimator, str) else estimator
-    _check(rule, inputs, settings)
-    shaped = rule.shape(inputs, settings)
+    _check(_SHAPE_NEEDS + _SPREAD_NEEDS, rule, inputs, settings)
+    return spread_advantages(rule, shape_rewards(rule, inputs, settings), inputs, settings, sum_over_ranks)
+
+
+def shape_rewards(
+    rule: Estimator, inputs: AdvantageInputs, settings: AdvantageSettings | None = None
+) -> Float[Tensor, " S"]:
+    """The first half of `compute_advantages`: one number per sample, from rewards, ids and lengths alone.
+
+    Groups must be whole. What models say of tokens (`kl`, `values`, logprobs) is withheld: where ranks train, the
+    driver shapes rewards before any model is asked.
+    """
+    settings = AdvantageSettings() if settings is None else settings
+    _check(_SHAPE_NEEDS, rule, inputs, settings)
+    known = replace(inputs, kl=None, values=None, student_logprobs=None, teacher_logprobs=None)
+    return rule.shape(known, settings)
+
+
+def spread_advantages(
+    rule: Estimator,
+    shaped: Float[Tensor, " S"],
+    inputs: AdvantageInputs,
+    settings: AdvantageSettings | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> Advantages:
+    """The second half: shaped rewards laid over the tokens, distilled, whitened. Groups may be spread over ranks."""
+    settings = AdvantageSettings() if settings is None else settings
+    _check(_SPREAD_NEEDS, rule, inputs, settings)
     advantages, returns = rule.spread(shaped, inputs, settings)
     if settings.opd_kl_coef and inputs.student_logprobs is not None and inputs.teacher_logprobs is not None:
         advantages = advantages - settings.opd_kl_coef * (inputs.student_logprobs - inputs.teacher_logprobs)
     advantages = where_trained(advantages, inputs.mask)
     if rule.whitens if settings.whiten is None else settings.whiten:
-        sums = whitening_sums(advantages, inputs.mask if inputs.whitened is None else inputs.whitened)
+        sums = whitening_sums(advantages, inputs.mask)
         advantages = whiten(advantages, sums if sum_over_ranks is None else sum_over_ranks(sums), inputs.mask)
     return Advantages(advantages, where_trained(returns, inputs.mask), shaped)
 
@@ -136,24 +163,34 @@ def find_estimator(name: str) -> Estimator:
     return ESTIMATORS[name]
 
 
-def _check(rule: Estimator, inputs: AdvantageInputs, settings: AdvantageSettings) -> None:
+_SHAPE_NEEDS = ("reward_parts", "part_weights")
+_SPREAD_NEEDS = ("kl", "values", "student_logprobs", "teacher_logprobs")
+
+
+def _check(names: tuple[str, ...], rule: Estimator, inputs: AdvantageInputs, settings: AdvantageSettings) -> None:
+    """Raise `ConfigError` where a setting is not read, or one of these inputs is needed and missing."""
     if settings.kl_coef and not rule.per_token_reward:
         raise ConfigError(
             f"kl_coef {settings.kl_coef} does nothing with advantage_estimator {rule.name!r}; use use_kl_loss instead"
         )
     opd = settings.opd_kl_coef != 0
-    missing = [
-        name
-        for name, needed, value in (
-            ("kl", settings.kl_coef != 0, inputs.kl),
-            ("values", rule.needs_values, inputs.values),
-            ("reward_parts", rule.needs_parts, inputs.reward_parts),
-            ("part_weights", rule.needs_parts, inputs.part_weights),
-            ("student_logprobs", opd, inputs.student_logprobs),
-            ("teacher_logprobs", opd, inputs.teacher_logprobs),
-        )
-        if needed and value is None
-    ]
+    needed = {
+        "kl": settings.kl_coef != 0,
+        "values": rule.needs_values,
+        "reward_parts": rule.needs_parts,
+        "part_weights": rule.needs_parts,
+        "student_logprobs": opd,
+        "teacher_logprobs": opd,
+    }
+    given = {
+        "kl": inputs.kl,
+        "values": inputs.values,
+        "reward_parts": inputs.reward_parts,
+        "part_weights": inputs.part_weights,
+        "student_logprobs": inputs.student_logprobs,
+        "teacher_logprobs": inputs.teacher_logprobs,
+    }
+    missing = [name for name in needed if name in names and needed[name] and given[name] is None]
     if missing:
         raise ConfigError(f"advantage_estimator {rule.name!r} needs {', '.join(missing)} with these settings")
 

@@ -7,6 +7,7 @@ replaced keeps its parameter, so names, checkpoints and sharding do not notice.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -64,17 +65,20 @@ def fuse_norms(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _is_rms_norm(norm: nn.Module) -> bool:
-    """True where the module has one vector of weights and an epsilon, and normalises as RMSNorm does."""
+    """True where the module has one vector of weights and an epsilon, and normalises as RMSNorm does.
+
+    Tried on a float32 copy on the CPU, for the module itself may have no memory yet.
+    """
     if not hasattr(norm, "variance_epsilon") or [name for name, _ in norm.named_parameters()] != ["weight"]:
         return False
-    weight = norm.weight
-    if weight.ndim != 1 or isinstance(norm, FusedRMSNorm):
+    if norm.weight.ndim != 1 or isinstance(norm, FusedRMSNorm):
         return False
-    x = torch.linspace(-3.0, 2.0, 2 * weight.numel(), device=weight.device, dtype=weight.dtype).view(2, -1)
+    probe = copy.deepcopy(norm).to_empty(device="cpu").float()
+    probe.weight.copy_(torch.linspace(0.5, 1.5, probe.weight.numel()))
+    x = torch.linspace(-3.0, 2.0, 2 * probe.weight.numel()).view(2, -1)
     try:
-        own = norm(x)
+        own = probe(x)
     except (RuntimeError, TypeError):
         return False
-    ours = _RMSNorm.apply(x, weight, norm.variance_epsilon)
-    tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
-    return own.shape == ours.shape and torch.allclose(own.float(), ours.float(), rtol=tolerance, atol=tolerance)
+    ours = _RMSNorm.apply(x, probe.weight, norm.variance_epsilon)
+    return own.shape == ours.shape and torch.allclose(own, ours, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from treadle.data import PromptSource, build_eval_sets, build_source
 from treadle.errors import ConfigError
 from treadle.models.bundled import resolve
 from treadle.models.load import compute_dtype, context_length, load_config, load_model, pick_device
-from treadle.models.value import ValueModel, load_value_head
+from treadle.models.value import value_model_of
 from treadle.observe.progress import Progress
 from treadle.rollout.conversation import Conversation, TurnLimits
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
@@ -22,7 +23,9 @@ from treadle.rollout.rewards import RewardScorer, build_scorer
 from treadle.run.evaluate import EvalSet, eval_sampling
 from treadle.training.critic import Critic
 from treadle.training.objective import Objective, build_objective
+from treadle.training.parallel import Grid, ParallelModel, ParallelSpec, as_parallel
 from treadle.training.reference import Reference
+from treadle.training.spread import load_parallel
 from treadle.training.worker import Trainer
 
 if TYPE_CHECKING:
@@ -63,6 +66,28 @@ def load_policy(config: Config, path: str, *, trainable: bool = True) -> PreTrai
     model = config.model
     dtype, device = compute_dtype(model.dtype, model.device), pick_device(model.device)
     return load_model(path, dtype, device, trainable=trainable, fused=model.fused_ops)
+
+
+def load_on_ranks(config: Config, path: str, grid: Grid, *, trainable: bool = True) -> ParallelModel:
+    """A model of the run on the ranks of a grid, which all call this."""
+    model = config.model
+    dtype = compute_dtype(model.dtype, model.device)
+    return load_parallel(path, dtype, grid, trainable=trainable, fused=model.fused_ops)
+
+
+def _load_frozen(config: Config, path: str, grid: Grid) -> ParallelModel:
+    """A model that only scores: in host memory, and lent to the device when it does."""
+    model = load_on_ranks(config, path, grid, trainable=False)
+    return model if model.is_sharded else model.to("cpu")
+
+
+def check_one_process(config: Config, warn: Callable[[str], None]) -> None:
+    """Raise `ConfigError` where the settings ask for more ranks than the one of a run in one process."""
+    spec = ParallelSpec.of(config, 1)
+    unused = ("fsdp_cpu_offload", spec.cpu_offload), ("fsdp_sync_every_micro_batch", spec.sync_every_micro_batch)
+    names = [name for name, given in unused if given]
+    if names:
+        warn(f"in one process no model is sharded: {', '.join(names)} has no effect")
 
 
 def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing: bool = True) -> str | None:
@@ -118,27 +143,37 @@ def resolve_objective(config: Config) -> Objective:
 
 
 def build_trainer(
-    config: Config, model: PreTrainedModel, num_rollout: int, progress: Progress, teacher_path: str | None = None
+    config: Config,
+    model: PreTrainedModel | ParallelModel,
+    num_rollout: int,
+    progress: Progress,
+    teacher_path: str | None = None,
 ) -> Trainer:
-    """The trainer, with a reference model where the algorithm uses KL, a critic where it uses values, and the teacher."""
+    """The trainer, with a reference model where the algorithm uses KL, a critic where it uses values, and the teacher.
+
+    A model on the ranks of a grid makes the trainer of this rank; all ranks call this.
+    """
     arithmetic = batch_arithmetic(config)
+    policy = as_parallel(model)
     reference = None
     objective = resolve_objective(config)
     if objective.needs.ref_logprobs:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
-        reference = Reference(load_policy(config, path, trainable=False).to("cpu"), config.algorithm)  # lent out too
+        reference = Reference(_load_frozen(config, path, policy.grid), config.algorithm)
     steps = arithmetic.num_steps_per_rollout
     critic = None
     if objective.needs.values:
         path = resolve(config.critic.critic_load or config.model.hf_checkpoint)
-        value_model = ValueModel(load_policy(config, path))
-        load_value_head(value_model, Path(path))
+        dtype = compute_dtype(config.model.dtype, config.model.device)
+        value_model = load_parallel(
+            path, dtype, policy.grid, wrap=value_model_of(Path(path)), fused=config.model.fused_ops
+        )
         critic = Critic(value_model, config, num_rollout * steps, progress.warn)
     teacher = None
     if teacher_path is not None:
-        teacher = load_policy(config, teacher_path, trainable=False).to("cpu")  # lent to the device when it scores
+        teacher = _load_frozen(config, teacher_path, policy.grid)
     policy_steps = (num_rollout - config.critic.num_critic_only_steps) * steps
-    return Trainer(model, config, arithmetic, policy_steps, reference, progress.warn, critic, teacher)
+    return Trainer(policy, config, arithmetic, policy_steps, reference, progress.warn, critic, teacher)
 
 
 async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, stack: AsyncExitStack) -> RolloutManager:

@@ -106,6 +106,7 @@ def _with_dtype(config: Config, checkpoint: Checkpoint | None) -> Config:
 async def _train(session: Session, recipe_name: str) -> None:
     began = time.perf_counter()
     config, progress = session.config, session.progress
+    build.check_one_process(config, progress.warn)
     progress.phase("loading the data")
     source = None
     if not config.debug.debug_train_only:

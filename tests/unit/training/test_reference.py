@@ -79,6 +79,8 @@ def test_a_model_that_is_lent_to_a_device_comes_back_to_host_memory(device: str,
     """Also where its use raises. A model that only writes down where it is sent stands in for one on a GPU."""
 
     class Sent:
+        is_sharded = False
+
         def __init__(self) -> None:
             self.places: list[str] = []
 

@@ -169,7 +169,7 @@ def test_samples_of_one_trajectory_count_once_in_what_is_steered(make_trainer, m
     metrics = reduce_metrics(trainer.train(fanned))
     error = min(max(metrics["train/kl"] / 0.01 - 1, -0.2), 0.2)
     assert trainer.objective.kl_weight == pytest.approx(0.1 * (1 + error * 2 / 90))
-    assert (trainer.reward_moments.count, trainer.reward_moments.mean) == (2, 0.5)
+    assert (trainer.planner.reward_moments.count, trainer.planner.reward_moments.mean) == (2, 0.5)
 
 
 # Conditioned rewards
@@ -241,7 +241,7 @@ def test_what_moves_beside_the_weights_is_resumed(make_trainer, make_groups, tmp
 
     save_file(one.optimizer.state_tensors(), tmp_path / "optimizer.safetensors")
     other.load(Checkpoint(tmp_path, 2, state))
-    assert other.reward_moments == one.reward_moments
+    assert other.planner.reward_moments == one.planner.reward_moments
     assert other.objective.kl_weight == one.objective.kl_weight != 0.1
     metrics = [reduce_metrics(trainer.train(make_groups(seed=2), 2)) for trainer in (one, other)]
     for name in ("train/kl_coef", "train/loss", "train/advantage_abs_mean"):
