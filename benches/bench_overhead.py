@@ -1,10 +1,10 @@
-"""What a run costs beside its work: the way to the first token, writing and showing a step, and memory over 200 steps.
+"""What a run costs beside its work: the way to the first token, writing and showing a step, and memory over 300 steps.
 
     python benches/bench_overhead.py
 
 The first token: seconds from the start of `treadle train` to the end of a rollout of one token, model cached. A step: samples, metric line,
 TensorBoard and display of a rollout of 128 samples × 64 tokens, as a share of `--step-seconds`. Memory: resident size after
-rollout 50 and after rollout 200 of a run with a tiny random model.
+rollouts 100 and 300 of a run with a tiny random model.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def shown_step_seconds(folder: Path) -> float:
 
 
 def memory_growth(folder: Path) -> dict[str, float]:
-    """Resident memory in MiB after rollouts 50 and 200 of a run that samples, scores, trains, dumps and logs."""
+    """Resident memory in MiB after rollouts 100 and 300 of a run that samples, scores, trains, dumps and logs."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -122,13 +122,13 @@ def memory_growth(folder: Path) -> dict[str, float]:
     model.save_pretrained(folder / "model")
     load_codec(source).save(folder / "model")
     flags = ["--hf-checkpoint", str(folder / "model"), "--prompt-data", "reasoning_gym:chain_sum?size=500&seed=1"]
-    flags += ["--input-key", "question", "--label-key", "answer", "--rm-type", "last_number", "--num-rollout", "200"]
+    flags += ["--input-key", "question", "--label-key", "answer", "--rm-type", "last_number", "--num-rollout", "300"]
     flags += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "24"]
     flags += ["--no-skip-zero-advantage", "--run-dir", str(folder / "run"), "--progress", "off", "--dtype", "float32"]
     train(load_config(None, flags), "memory")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     at: dict[int, Any] = {row["rollout_id"]: row["perf/memory_gib"] * 1024 for row in rows}
-    return {"mib_after_50": at[49], "mib_after_200": at[199]}
+    return {"mib_after_100": at[99], "mib_after_300": at[299]}
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def main() -> None:
     share = shown / args.step_seconds
     print(f"first token after {first:.1f} s; writing and showing a step: {shown * 1e3:.1f} ms ({share:.2%} of a step)")
     print(
-        f"resident memory after 50 rollouts {memory['mib_after_50']:.0f} MiB, after 200 {memory['mib_after_200']:.0f} MiB"
+        f"resident memory after 100 rollouts {memory['mib_after_100']:.0f} MiB, after 300 {memory['mib_after_300']:.0f} MiB"
     )
     line = {"first_token_seconds": round(first, 2), "shown_ms": round(shown * 1e3, 2), "share_of_step": round(share, 5)}
     print(json.dumps({"bench": "overhead", **line, **{k: round(v, 1) for k, v in memory.items()}}))
