@@ -17,6 +17,8 @@ from treadle.types import Completion, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from treadle.weights import Offer, WeightReceiver
+
 _SETTLE_TURNS = 4
 
 
@@ -44,6 +46,7 @@ class TorchEngine:
         self._running.set()
         self._between_steps = asyncio.Lock()
         self._failure: BaseException | None = None
+        self._torn: str | None = None
         self._closed = False
 
     @property
@@ -53,6 +56,25 @@ class TorchEngine:
     def set_version(self, version: int) -> None:
         """Say that the module now holds the weights of this version."""
         self._scheduler.version = version
+
+    async def receive_weights(self, receiver: WeightReceiver, offer: Offer) -> None:
+        """Take a new version between two steps; `receiver` serves this engine's module and calls `set_version`.
+
+        Raises `EngineError` where it fails. Where it broke off half-way, what is in flight is aborted and the engine
+        refuses to serve until a whole version has come.
+        """
+        async with self._between_steps:
+            work = asyncio.get_running_loop().run_in_executor(self._executor, receiver.receive, offer)
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])  # the thread can't be stopped, and nothing may generate while it writes
+                raise
+            finally:
+                self._torn = receiver.served.torn
+                if self._torn is not None:
+                    self._settle()
+                    self._hand_out(self._scheduler.abort())
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
@@ -79,6 +101,8 @@ class TorchEngine:
             raise EngineError("the torch engine is closed")
         if self._failure is not None:
             raise EngineError(f"the torch engine failed earlier: {self._failure!r}") from self._failure
+        if self._torn is not None:
+            raise EngineError(f"the torch engine has no whole weights: {self._torn}")
         if not token_ids or n < 1 or sampling.max_new_tokens < 1:
             raise EngineError(
                 "a request needs at least one token of prompt, one new token and n ≥ 1, "
@@ -153,6 +177,8 @@ class TorchEngine:
     async def health(self) -> None:
         if self._failure is not None:
             raise EngineError(f"the torch engine failed: {self._failure!r}") from self._failure
+        if self._torn is not None:
+            raise EngineError(f"the torch engine has no whole weights: {self._torn}")
 
     async def close(self) -> None:
         if self._closed:

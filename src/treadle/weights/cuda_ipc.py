@@ -1,0 +1,111 @@
+"""Weights by handles to the trainer's GPU memory: trainer and engine are two processes on the same GPU.
+
+Nothing is copied on the trainer's side where a weight already has the engine's dtype; others are converted into memory
+that is held until the next offer. Handles travel as JSON (base64), no pickle. The trainer must leave its weights alone
+between `offer` and `deliver`, and call `deliver` when all engines have received.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.errors import EngineError
+from treadle.weights.base import Offer, WeightSpec
+from treadle.weights.ends import SentWeights, ServedWeights
+
+NAME = "cuda_ipc"
+
+
+class CudaIpcSender:
+    """The trainer's end: shares handles of its own tensors."""
+
+    def __init__(self, weights: SentWeights):
+        self._weights = weights
+        self._held: dict[str, Tensor] = {}
+
+    def offer(self, version: int) -> Offer:
+        self._weights.take(version)
+        self._held = {
+            name: self._weights[name].to(spec.dtype).contiguous() for name, spec in self._weights.specs.items()
+        }
+        on_cpu = next((name for name, tensor in self._held.items() if not tensor.is_cuda), None)
+        if on_cpu is not None:
+            raise EngineError(
+                f"weight {on_cpu!r} is not on a GPU; cuda_ipc needs all of them there, shm takes CPU memory"
+            )
+        devices = {tensor.device for tensor in self._held.values()}
+        for device in devices:
+            torch.cuda.synchronize(device)
+        where = {
+            "gpus": {str(device.index): str(torch.cuda.get_device_properties(device).uuid) for device in devices},
+            "handles": {name: _share(tensor) for name, tensor in self._held.items()},
+        }
+        return Offer(NAME, version, self._weights.specs, where)
+
+    def deliver(self) -> None:
+        """All engines have copied: what was converted for them is freed."""
+        self._held.clear()
+
+    def close(self) -> None:
+        self._held.clear()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+
+
+class CudaIpcReceiver:
+    """The engine's end: opens the handles, copies on the GPU, lets go."""
+
+    def __init__(self, served: ServedWeights):
+        self.served = served
+
+    def receive(self, offer: Offer) -> None:
+        self.served.check(offer, NAME)
+        try:
+            opened = {
+                name: _open(offer.where["handles"][name], offer.where["gpus"], spec)
+                for name, spec in offer.specs.items()
+            }
+        except (KeyError, RuntimeError) as error:
+            if isinstance(error, EngineError):
+                raise
+            raise EngineError(f"a GPU handle of version {offer.version} can't be opened: {error}") from error
+        with self.served.writing(offer.version):
+            self.served.copy(opened)
+            for device in {tensor.device for tensor in opened.values() if tensor.is_cuda}:
+                torch.cuda.synchronize(device)  # the trainer may change its memory once this returns
+
+    def close(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+
+
+def _share(tensor: Tensor) -> dict[str, Any] | None:
+    """The eight parts of a CUDA storage's handle as torch gives them, bytes as base64; None for no memory at all."""
+    if not tensor.numel():
+        return None
+    parts = tensor.untyped_storage()._share_cuda_()
+    words = [{"b": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts]
+    return {"handle": words, "offset": tensor.storage_offset()}
+
+
+def _open(shared: Mapping[str, Any] | None, gpus: Mapping[str, str], spec: WeightSpec) -> Tensor:
+    if shared is None:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    parts = [base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in shared["handle"]]
+    parts[0] = _same_gpu(gpus[str(parts[0])])  # the two processes may number the machine's GPUs differently
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    flat = torch.empty(0, dtype=spec.dtype, device=storage.device)
+    return flat.set_(storage, int(shared["offset"]), spec.shape, torch.empty(spec.shape, device="meta").stride())
+
+
+def _same_gpu(uuid: str) -> int:
+    found = [i for i in range(torch.cuda.device_count()) if str(torch.cuda.get_device_properties(i).uuid) == uuid]
+    if not found:
+        raise EngineError(f"the trainer's weights are on GPU {uuid}, which this engine does not see; use broadcast")
+    return found[0]

@@ -1,0 +1,196 @@
+"""A folder of weight versions on disk: each written whole, then renamed; old ones removed.
+
+    <folder>/
+        lock                 flocked for the writer's life: one writer, and a crash is known
+        v00000007/           one version
+            …                its files
+            manifest.json    version, digest, base, and size and xxh3-128 of every file; written last
+
+What a writer finds from an earlier one is removed when it starts: engines that need it have had it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError
+
+from treadle.errors import EngineError
+
+MANIFEST = "manifest.json"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Base:
+    """The version that a delta builds on, and the digest of its weights."""
+
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a version folder holds: whole weights, or what changed since `base`. `digest` is that of the weights."""
+
+    version: int
+    digest: str
+    files: Mapping[str, Mapping[str, Any]]
+    base: Base | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        base = None if self.base is None else {"version": self.base.version, "digest": self.base.digest}
+        files = {name: dict(entry) for name, entry in self.files.items()}
+        return {"version": self.version, "digest": self.digest, "base": base, "files": files}
+
+
+class VersionWriter:
+    """Writes versions into a folder that is its own while it lives."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._bases: dict[int, int | None] = {}  # by version
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise EngineError(f"{folder} can't be written ({error.strerror}); give another folder") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise EngineError(f"another run writes its weights to {folder}; give each run its own") from error
+        self._remove_versions()
+
+    def write(
+        self, version: int, write_files: Callable[[Path], str], num_bytes: int, base: Base | None = None
+    ) -> Manifest:
+        """One version: `write_files(folder)` makes its files and returns the digest of the weights."""
+        work, target = self.folder / f".{name_of(version)}", self.folder / name_of(version)
+        try:
+            self._refuse_without_room(version, num_bytes)
+            work.mkdir(mode=0o700)
+            digest = write_files(work)
+            files = {
+                file.name: {"bytes": file.stat().st_size, "xxh3_128": digest_of_file(file)} for file in work.iterdir()
+            }
+            manifest = Manifest(version, digest, files, base)
+            (work / MANIFEST).write_text(json.dumps(manifest.to_json()))
+            for path in (*work.iterdir(), work):
+                _sync(path)
+            shutil.rmtree(target, ignore_errors=True)  # the same version, sent again
+            os.replace(work, target)
+            _sync(self.folder)
+            self._bases[version] = None if base is None else base.version
+        except (OSError, SafetensorError) as error:
+            raise EngineError(
+                f"version {version} can't be written to {self.folder} ({error}); free some space or give another folder"
+            ) from error
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return manifest
+
+    def _refuse_without_room(self, version: int, num_bytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if free < num_bytes:
+            raise EngineError(
+                f"{self.folder} has {free / GIB:.2f} GiB free, version {version} needs {num_bytes / GIB:.2f} GiB; "
+                "free some space or give another folder"
+            )
+
+    def keep(self, newest: int) -> None:
+        """Remove all but the newest versions and what those build on."""
+        kept = set(sorted(self._bases)[-newest:])
+        oldest: int | None = min(kept, default=None)
+        while oldest is not None:
+            kept.add(oldest)
+            oldest = self._bases[oldest]
+        for version in self._bases.keys() - kept:
+            shutil.rmtree(self.folder / name_of(version), ignore_errors=True)
+            del self._bases[version]
+
+    def _remove_versions(self) -> None:
+        for path in (*self.folder.glob("v*"), *self.folder.glob(".v*")):
+            if path.name.lstrip(".")[1:].isdigit():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove every version, and the folder where nothing else is in it."""
+        if self._lock < 0:
+            return
+        self._remove_versions()
+        (self.folder / "lock").unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = -1
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+def name_of(version: int) -> str:
+    """Folder name of a version."""
+    return f"v{version:08d}"
+
+
+def list_versions(folder: Path) -> list[int]:
+    """Versions in the folder, oldest first; half-written ones have another name."""
+    return sorted(int(path.name[1:]) for path in folder.glob("v*") if path.name[1:].isdigit())
+
+
+def read_manifest(folder: Path, version: int) -> Manifest:
+    """Manifest of a version; raises `EngineError` where it is missing or unreadable."""
+    path = folder / name_of(version) / MANIFEST
+    try:
+        data = json.loads(path.read_text())
+        base = None if data["base"] is None else Base(int(data["base"]["version"]), str(data["base"]["digest"]))
+        found = Manifest(int(data["version"]), str(data["digest"]), data["files"], base)
+    except OSError as error:
+        raise EngineError(
+            f"version {version} is not in {folder} ({error.strerror}); push it again, or keep more versions"
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"{path} is damaged ({error!r}); push version {version} again") from error
+    if found.version != version or (base is not None and base.version >= version):
+        raise EngineError(f"{path} is damaged: it is about version {found.version}, based on {found.base}")
+    return found
+
+
+def check_files(folder: Path, manifest: Manifest) -> list[Path]:
+    """The files of a version, each of the size and checksum its manifest names; else `EngineError`."""
+    paths = []
+    for name, entry in manifest.files.items():
+        path = folder / name_of(manifest.version) / Path(name).name
+        try:
+            size = path.stat().st_size
+            if size != entry["bytes"]:
+                raise EngineError(f"{path} is cut short: {size} bytes of {entry['bytes']}")
+            if digest_of_file(path) != entry["xxh3_128"]:
+                raise EngineError(f"{path} is damaged: its bytes do not match their checksum")
+        except OSError as error:
+            raise EngineError(f"{path} can't be read ({error.strerror}); push the version again") from error
+        paths.append(path)
+    return paths
+
+
+def digest_of_file(path: Path) -> str:
+    """xxh3-128 of a file's bytes."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 24):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

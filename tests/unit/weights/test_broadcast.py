@@ -1,0 +1,115 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from treadle.errors import EngineError
+from treadle.weights import SentWeights, ServedWeights
+from treadle.weights.broadcast import BroadcastReceiver, BroadcastSender
+
+
+def served_like(weights) -> ServedWeights:
+    return ServedWeights({name: torch.zeros_like(t) for name, t in weights.items()}, lambda version: None)
+
+
+def push(sender, receivers, version) -> list[str | None]:
+    """What each rank has to say, the sender first; all take part at once."""
+    said: list[str | None] = [None] * (1 + len(receivers))
+    offer = sender.offer(version)
+
+    def run(rank, call, *args):
+        try:
+            call(*args)
+        except EngineError as error:
+            said[rank] = str(error)
+
+    calls = [(sender.deliver,), *((receiver.receive, offer) for receiver in receivers)]
+    threads = [threading.Thread(target=run, args=(rank, *call)) for rank, call in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return said
+
+
+@pytest.fixture
+def weights():
+    return {"a": torch.randn(300, 10), "b": torch.ones(7, dtype=torch.bfloat16), "c": torch.tensor([1, 2, 3])}
+
+
+def test_all_engines_get_the_same_in_one_group(weights):
+    sender = BroadcastSender(SentWeights(weights), 2, bucket_bytes=1000, timeout_seconds=20.0)
+    receivers = [BroadcastReceiver(served_like(weights)) for _ in range(2)]
+    for version in (1, 2):
+        weights["a"].add_(1)
+        assert push(sender, receivers, version) == [None] * 3
+        for receiver in receivers:
+            assert receiver.served.version == version
+            assert all(torch.equal(receiver.served.tensors[name], weight) for name, weight in weights.items())
+    sender.close()
+
+
+def test_if_one_engine_refuses_none_is_changed_and_the_group_goes_on(weights):
+    sender = BroadcastSender(SentWeights(weights), 2, timeout_seconds=20.0, bucket_bytes=4096)
+    receivers = [BroadcastReceiver(served_like(weights)) for _ in range(2)]
+    receivers[1].served.version = 5
+    said = push(sender, receivers, 4)
+    assert said[2] == "version 4 is offered, the engine already has 5; start it anew"
+    assert said[0] == said[1]
+    assert said[0] is not None
+    assert "of 2 refused version 4; its own error says why" in said[0]
+    assert [r.served.torn for r in receivers] == [None, None]
+    assert not receivers[0].served.tensors["a"].any()
+    began = time.monotonic()
+    assert push(sender, receivers, 5) == [None] * 3
+    assert time.monotonic() - began < 10
+    assert torch.equal(receivers[0].served.tensors["a"], weights["a"])
+    sender.close()
+
+
+def test_an_engine_that_never_comes_is_a_deadline_not_a_hang(weights):
+    sender = BroadcastSender(SentWeights(weights), 2, timeout_seconds=1.0, bucket_bytes=4096)
+    receiver = BroadcastReceiver(served_like(weights))
+    began = time.monotonic()
+    said = push(sender, [receiver], 1)
+    assert time.monotonic() - began < 15
+    assert said[0] is not None
+    assert "version 1 did not reach all 2 engines in 1 s" in said[0]
+    assert said[1] is not None
+    assert (receiver.served.version, receiver.served.torn) == (None, None)
+    both = [receiver, BroadcastReceiver(served_like(weights))]
+    assert push(sender, both, 1) == [None] * 3  # a new group
+    sender.close()
+
+
+def test_bytes_that_differ_after_all_are_noticed(weights, monkeypatch):
+    """One engine's copy is changed on the way, as broken memory would."""
+    sender = BroadcastSender(SentWeights(weights), 1, timeout_seconds=20.0, bucket_bytes=4096)
+    receiver = BroadcastReceiver(served_like(weights))
+    assert push(sender, [receiver], 1) == [None, None]
+    group = receiver._group
+    assert group is not None
+    honest = group.broadcast
+
+    def broken(buffer):
+        honest(buffer)
+        buffer[5] ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "broadcast", broken)
+        said = push(sender, [receiver], 2)
+    assert all("other bytes of version 2" in (line or "") for line in said)
+    assert receiver.served.torn is not None
+    assert push(sender, [receiver], 2) == [None, None]
+    assert receiver.served.torn is None
+    sender.close()
+
+
+def test_an_unknown_backend_is_refused(weights):
+    sender = BroadcastSender(SentWeights(weights), 1, backend="pigeon", device=torch.device("cpu"), timeout_seconds=5.0)
+    sender.offer(1)
+    with pytest.raises(EngineError, match="gloo and nccl, not 'pigeon'"):
+        sender.deliver()
+    sender.close()
