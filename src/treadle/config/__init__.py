@@ -8,6 +8,7 @@ from treadle.config.recipe import to_toml
 from treadle.config.sections import (
     AlgorithmSection,
     CheckpointSection,
+    ClusterSection,
     Config,
     CriticSection,
     DataSection,
@@ -27,6 +28,7 @@ __all__ = [
     "AlgorithmSection",
     "BatchArithmetic",
     "CheckpointSection",
+    "ClusterSection",
     "Config",
     "CriticSection",
     "DataSection",
