@@ -104,14 +104,21 @@ def restore(session: Session, trainer: Any, source: PromptSource | None) -> None
     session.progress.note(f"resuming at rollout {checkpoint.rollout_id} from {checkpoint.path}")
 
 
-def open_outputs(session: Session, name: str, stack: AsyncExitStack, *, continues: bool = False) -> Outputs:
-    """The run folder and the sinks; `continues` goes on with a run folder that was given to load from."""
+def open_outputs(
+    session: Session, name: str, stack: AsyncExitStack, *, continues: bool = False, again: Path | None = None
+) -> Outputs:
+    """The run folder and the sinks; `continues` goes on with a run folder that was given to load from.
+
+    `again` is the folder of this very run, of which the rollouts from the session's start on are done anew.
+    """
     config, progress = session.config, session.progress
     given = config.observe.run_dir
     resumed = session.start_rollout_id if continues and session.checkpoint is not None else None
     loaded = config.checkpoint.load
     if given is None and loaded is not None and RunFolder(Path(loaded)).holds_run and continues:
         given = loaded  # a run folder was given to go on with, not only its weights
+    if again is not None:
+        given, resumed = str(again), session.start_rollout_id
     folder = RunFolder.create(None if given is None else Path(given), name, resume_rollout_id=resumed)
     values = config.model_dump(mode="json")
     folder.write_config(values)

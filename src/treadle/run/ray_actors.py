@@ -1,0 +1,291 @@
+"""The workers of a cluster run: one that collects rollouts from the engines, and one that trains.
+
+They are plain classes; `cluster.py` has Ray start them in processes of their own. What goes between them is groups,
+metrics and JSON values; weights go by a transport, never through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from treadle.chat import load_codec
+from treadle.data import PromptSource
+from treadle.metrics import Metric, metric
+from treadle.models.load import context_length, load_config
+from treadle.rollout.engines.base import Engine
+from treadle.rollout.engines.pool import EnginePool, OnPublish, PoolLimits
+from treadle.rollout.filters import load_filter
+from treadle.run import build
+from treadle.run.loop import Collection
+from treadle.run.placement import Places, worker_options
+from treadle.run.ray_calls import ask_engine
+from treadle.run.ray_engine import EngineActor, RemoteEngine
+from treadle.run.rollouts import Generation, Rollouts
+from treadle.run.state import random_state, seed_everything, set_random_state
+from treadle.run.worker_setup import WorkerSetup, enter_worker
+from treadle.training.checkpoint import find_checkpoint, save_checkpoint
+from treadle.training.offload import move_trainer
+from treadle.types import Group
+from treadle.weights import Offer, SentWeights, WeightSender
+from treadle.weights.named import HOLDS_EVERYTHING, TransportPlan, open_sender
+
+GIB = 2**30
+
+
+class Notes:
+    """Warnings and notes of a worker, kept until the driver takes them."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, str]] = []
+
+    def warn(self, text: str) -> None:
+        self._lines.append(("warn", text))
+
+    def note(self, text: str) -> None:
+        self._lines.append(("note", text))
+
+    def take(self) -> list[tuple[str, str]]:
+        """Kind (`warn` or `note`) and text of each line since the last time."""
+        lines, self._lines = self._lines, []
+        return lines
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What the driver sees of the rollout worker while it waits: the phase, its notes, and whether an engine that was
+    started anew waits for a publish."""
+
+    phase: tuple[str, int, int] | None
+    notes: list[tuple[str, str]]
+    wants_weights: bool
+
+
+class RolloutActor:
+    """Prompts, rewards, evaluation sets and the pool of engines, which it starts and starts anew. One for a run."""
+
+    def __init__(self, setup: WorkerSetup, places: Places):
+        enter_worker(setup)
+        self._setup, self._config, self._places = setup, setup.config, places
+        self._codec = load_codec(setup.model_path)
+        self._notes = Notes()
+        self._stack = AsyncExitStack()
+        self._phase: tuple[str, int, int] | None = None
+        self._source: PromptSource | None = None
+        self._offer: Offer | None = None  # the newest that all engines took
+        self._version: int | None = None  # of weights that engines were loaded with, in a run that never trains
+        self._waiting = 0  # engines that were started anew and can get weights by the next publish only
+        seed_everything(setup.config.train.seed)
+
+    async def load(self) -> int:
+        """Read the prompts; how many there are."""
+        config, codec, longest = self._config, self._codec, self._setup.max_prompt
+        self._source = await asyncio.to_thread(build.load_source, config, codec, longest, self._notes)
+        return len(self._source)
+
+    async def open(self) -> None:
+        """Start engines and rewards, and load the evaluation sets."""
+        config, cluster = self._config, self._config.cluster
+        starting = [asyncio.create_task(self._start_engine(i)) for i in range(cluster.num_engines)]
+        scorer = await build.open_scorer(config, config.reward, self._stack)
+        sets = await build.open_eval_sets(config, self._codec, self._setup.max_prompt, scorer, self._stack)
+        engines = await asyncio.gather(*starting)
+        limits = PoolLimits(
+            cluster.health_check_interval_seconds, cluster.health_check_timeout_seconds, cluster.max_restarts
+        )
+        self._pool = EnginePool(engines, self._restart_engine, limits, self._notes.warn)
+        self._stack.push_async_callback(self._pool.close)
+        context = context_length(load_config(self._setup.model_path))
+        manager = build.manager_of(config, self._pool, self._codec, context)
+        keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
+        self._rollouts = Rollouts(config, Generation(manager, self._source, scorer, sets, keep), self._show)
+
+    def _show(self, phase: str, done: int, total: int) -> None:
+        self._phase = (phase, done, total)
+
+    async def _start_engine(self, index: int) -> RemoteEngine:
+        import ray
+
+        cluster = self._config.cluster
+        options = worker_options(self._config, self._places, self._places.engines[index], shares=cluster.colocate)
+        actor = ray.remote(EngineActor).options(**options).remote(self._setup)
+        name = f"engine {index}"
+        await ask_engine(actor.start.remote(), name, "its start", cluster.worker_start_timeout_seconds)
+        return RemoteEngine(actor, name, cluster.health_check_timeout_seconds, cluster.train_timeout_seconds)
+
+    async def _restart_engine(self, index: int) -> Engine:
+        """The same with the weights that the others have: from the offer, or by a publish that the driver is asked for."""
+        engine = await self._start_engine(index)
+        if self._version is not None:
+            await engine.set_version(self._version)
+        elif self._offer is not None and self._offer.transport in HOLDS_EVERYTHING:
+            await engine.receive(self._offer)
+        elif self._offer is not None:
+            self._waiting += 1
+            self._notes.note(f"engine {index} waits for weights, which come with the next publish")
+        return engine
+
+    # What the loop asks for
+
+    async def collect(self, rollout_id: int) -> Collection:
+        return await self._rollouts.collect(rollout_id)
+
+    async def evaluate(self) -> list[tuple[str, list[Group]]]:
+        return await self._rollouts.evaluate()
+
+    async def prepare(self, on_publish: OnPublish) -> None:
+        """Make all engines ready for new weights, which come next."""
+        await self._pool.prepare(on_publish)
+
+    async def receive(self, offer: dict[str, Any]) -> None:
+        """Bring all engines to the offered weights, whole."""
+        given = Offer.from_json(offer)
+
+        async def apply(engine: Engine) -> None:
+            assert isinstance(engine, RemoteEngine)
+            await engine.receive(given)
+
+        await self._pool.update(apply)
+        self._offer, self._waiting = given, 0
+
+    async def set_version(self, version: int) -> None:
+        """Say what the weights are called in a run that never trains."""
+        self._version = version
+
+        async def apply(engine: Engine) -> None:
+            assert isinstance(engine, RemoteEngine)
+            await engine.set_version(version)
+
+        await self._pool.prepare("wait")
+        await self._pool.update(apply)
+
+    async def offload(self) -> None:
+        """Free what the engines hold on their devices."""
+        await self._pool.sleep()
+
+    async def onload_weights(self) -> None:
+        await self._pool.wake("weights")
+
+    async def onload_kv(self) -> None:
+        await self._pool.wake("kv")
+
+    async def state(self, done: int) -> dict[str, Any]:
+        """Where prompts and random generators stand for a run that resumes at rollout `done`; JSON values."""
+        return {"source": self._rollouts.state(done), "rollout_random": random_state()}
+
+    async def load_state(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+        assert self._source is not None
+        if "source" in state:
+            self._source.load_state(state["source"])
+        if "rollout_random" in state:
+            set_random_state(state["rollout_random"])
+
+    async def skip(self, rollouts: int) -> None:
+        """Pass over the prompts of the first rollouts, for a run that starts in the middle."""
+        assert self._source is not None
+        self._source.next_prompts(rollouts * self._config.rollout.rollout_batch_size)
+
+    async def glance(self) -> Glance:
+        return Glance(self._phase, self._notes.take(), self._waiting > 0)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a train worker says of a call: metrics, and notes to show."""
+
+    metrics: Sequence[Metric]
+    notes: list[tuple[str, str]]
+
+
+class TrainActor:
+    """A trainer in a process of its own, and the sending end of the weights. Calls are done one after the other."""
+
+    def __init__(self, setup: WorkerSetup, teacher_path: str | None):
+        enter_worker(setup)
+        self._setup, self._config, self._teacher_path = setup, setup.config, teacher_path
+        self._notes = Notes()
+        self._sender: WeightSender | None = None
+        self._peak_gib = 0.0
+        seed_everything(setup.config.train.seed)
+
+    def build(self, num_rollout: int, checkpoint: str | None) -> None:
+        """Load model, reference, critic and teacher; then the checkpoint."""
+        model = build.load_policy(self._config, self._setup.model_path)
+        self._trainer = build.build_trainer(self._config, model, num_rollout, self._notes, self._teacher_path)
+        if checkpoint is not None:
+            found = find_checkpoint(Path(checkpoint), self._notes.warn)
+            self._trainer.load(found)
+            set_random_state(found.state["random"])
+
+    def train(self, groups: Sequence[Group], rollout_id: int) -> Trained:
+        metrics = self._trainer.train(groups, rollout_id)
+        return Trained([*metrics, *self._memory()], self._notes.take())
+
+    def save(self, folder: Path, done: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint; `state` is what the other parts of the run need to resume."""
+        trainer, codec = self._trainer, load_codec(self._setup.model_path)
+
+        def write_model(path: Path) -> None:
+            trainer.write_model(path)
+            codec.save(path)
+
+        own = {**trainer.state(), "random": random_state(), "dtype": self._config.model.dtype}
+        save_checkpoint(
+            folder,
+            done,
+            write_model=write_model,
+            write_rest=trainer.write_rest,
+            optimizer=trainer.optimizer.state_tensors(),
+            state={**own, **state},
+            config=self._config.model_dump(mode="json"),
+            keep=self._config.checkpoint.keep_checkpoints,
+        )
+
+    # Weights
+
+    def connect(self, plan: TransportPlan) -> None:
+        """Open the sending end."""
+        self._sender = open_sender(plan, SentWeights(dict(self._trainer.model.named_parameters())))
+
+    def offer(self, version: int) -> dict[str, Any]:
+        """Make the weights of now ready; what the engines are to be told."""
+        assert self._sender is not None, "connect first"
+        return self._sender.offer(version).to_json()
+
+    def deliver(self) -> None:
+        """Take part in the exchange, where the transport needs it."""
+        assert self._sender is not None, "offer first"
+        self._sender.deliver()
+
+    # Memory
+
+    def sleep(self) -> None:
+        """Move weights and optimizer off the device; nothing to do on a CPU."""
+        move_trainer(self._trainer, torch.device("cpu"))
+
+    def wake(self) -> None:
+        move_trainer(self._trainer, self._trainer.device)
+
+    def _memory(self) -> list[Metric]:
+        if self._trainer.device.type == "cuda":
+            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        else:
+            now = peak = psutil.Process().memory_info().rss
+        self._peak_gib = max(self._peak_gib, peak / GIB)
+        return [metric("perf/memory_gib", now / GIB), metric("perf/peak_memory_gib", self._peak_gib)]
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
