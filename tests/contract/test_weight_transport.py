@@ -232,7 +232,10 @@ def test_an_offer_of_another_transport_is_refused(kind, tiny_model):
     served = ServedWeights(dict(tiny_model.named_parameters()), lambda version: None)
     with pytest.raises(EngineError, match="'pigeon'"):
         RECEIVERS[kind](served).receive(Offer("pigeon", 1, served.specs, {}))
-    assert served.version is None
+    with pytest.raises(EngineError) as caught:
+        RECEIVERS[kind](served).receive(Offer(kind, 1, served.specs, {}))
+    assert "\n" not in str(caught.value)
+    assert (served.version, served.torn) == (None, None)
 
 
 def test_shared_memory_is_not_copied(tiny_model):

@@ -128,6 +128,8 @@ class BroadcastReceiver:
         except (RuntimeError, OSError) as error:  # EngineError of an update that broke off is a RuntimeError too
             self._group = None
             raise EngineError(_line(error)) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"this offer names no place to meet ({error!r}): {dict(offer.where)}") from error
 
     def _join(self, offer: Offer) -> _Group:
         if self._group is None or self._group.name != offer.where["group"]:

@@ -70,7 +70,7 @@ class CudaIpcReceiver:
                 name: _open(offer.where["handles"][name], offer.where["gpus"], spec)
                 for name, spec in offer.specs.items()
             }
-        except (KeyError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, EngineError):
                 raise
             raise EngineError(f"a GPU handle of version {offer.version} can't be opened: {error}") from error

@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class _Slot:
         """Create the file with memory behind every byte, so that a full file system is an error, not a SIGBUS."""
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(self.descriptor, 0, self.size)
+            _reserve(self.descriptor, self.path.parent, self.size)
         except OSError as error:
             self.remove()
             raise EngineError(_no_room(self.path.parent, self.size, error)) from error
@@ -214,6 +215,15 @@ def _make_folder(base: Path) -> tuple[Path, int]:
     _lock(descriptor, fcntl.LOCK_EX)
     os.rename(folder / "new", folder / "lock")  # locked before anybody can see it and take its owner for dead
     return folder, descriptor
+
+
+def _reserve(descriptor: int, folder: Path, size: int) -> None:
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, 0, size)
+    else:  # no such call on macOS: looking at the free space first is the next best
+        if shutil.disk_usage(folder).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(descriptor, size)
 
 
 def _header(layout: Layout, version: int, start: int, checksum: str) -> bytes:

@@ -173,8 +173,8 @@ def check_files(folder: Path, manifest: Manifest) -> list[Path]:
                 raise EngineError(f"{path} is cut short: {size} bytes of {entry['bytes']}")
             if digest_of_file(path) != entry["xxh3_128"]:
                 raise EngineError(f"{path} is damaged: its bytes do not match their checksum")
-        except OSError as error:
-            raise EngineError(f"{path} can't be read ({error.strerror}); push the version again") from error
+        except (OSError, KeyError, TypeError) as error:
+            raise EngineError(f"{path} can't be checked ({error}); push the version again") from error
         paths.append(path)
     return paths
 

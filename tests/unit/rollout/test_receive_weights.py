@@ -54,7 +54,8 @@ def use(tiny_model, tiny_codec):
 
 async def generate(engine, sampling=LONG):
     async with aclosing(engine.generate([5, 9, 30], sampling)) as found:
-        return [completion async for completion in found][0]
+        (completion,) = [completion async for completion in found]
+        return completion
 
 
 async def wait_until(condition):
