@@ -18,6 +18,7 @@ import torch
 
 from treadle.chat import load_codec
 from treadle.data import PromptSource
+from treadle.errors import EngineLostError
 from treadle.metrics import Metric, metric
 from treadle.models.load import context_length, load_config
 from treadle.rollout.engines.base import Engine
@@ -32,7 +33,7 @@ from treadle.run.rollouts import Generation, Rollouts
 from treadle.run.state import random_state, seed_everything, set_random_state
 from treadle.run.worker_setup import WorkerSetup, enter_worker
 from treadle.training.checkpoint import find_checkpoint, save_checkpoint
-from treadle.training.offload import move_trainer
+from treadle.training.moving import move_trainer
 from treadle.types import Group
 from treadle.weights import Offer, SentWeights, WeightSender
 from treadle.weights.named import HOLDS_EVERYTHING, TransportPlan, open_sender
@@ -96,7 +97,13 @@ class RolloutActor:
         starting = [asyncio.create_task(self._start_engine(i)) for i in range(cluster.num_engines)]
         scorer = await build.open_scorer(config, config.reward, self._stack)
         sets = await build.open_eval_sets(config, self._codec, self._setup.max_prompt, scorer, self._stack)
-        engines = await asyncio.gather(*starting)
+        engines: list[RemoteEngine | None] = []
+        for task in starting:
+            try:
+                engines.append(await task)
+            except EngineLostError as error:  # the pool starts it again
+                self._notes.warn(str(error))
+                engines.append(None)
         limits = PoolLimits(
             cluster.health_check_interval_seconds, cluster.health_check_timeout_seconds, cluster.max_restarts
         )

@@ -46,10 +46,10 @@ class _Seat:
 
 
 class EnginePool:
-    """An engine made of engines. `note` hears of losses and restarts."""
+    """An engine made of engines. `note` hears of losses and restarts; an engine given as None is started at once."""
 
     def __init__(
-        self, engines: Sequence[Engine], start_engine: StartEngine, limits: PoolLimits, note: Callable[[str], None]
+        self, engines: Sequence[Engine | None], start_engine: StartEngine, limits: PoolLimits, note: Callable[[str], None]
     ):
         self._seats = [_Seat(i, engine) for i, engine in enumerate(engines)]
         self._start_engine, self._limits, self._note = start_engine, limits, note
@@ -61,6 +61,8 @@ class EnginePool:
         self.num_redone = 0
         for seat in self._seats:
             seat.watcher = asyncio.create_task(self._watch(seat))
+            if seat.engine is None:
+                seat.replacing = asyncio.create_task(self._replace(seat, None))
 
     @property
     def version(self) -> int:
@@ -159,9 +161,10 @@ class EnginePool:
         self._note(f"engine {seat.index} is lost ({error}); it is started anew and its prompts are redone")
         seat.replacing = asyncio.create_task(self._replace(seat, engine))
 
-    async def _replace(self, seat: _Seat, old: Engine) -> None:
-        with suppress(EngineError):
-            await old.close()
+    async def _replace(self, seat: _Seat, old: Engine | None) -> None:
+        if old is not None:
+            with suppress(EngineError):
+                await old.close()
         while seat.restarts < self._limits.max_restarts:
             seat.restarts += 1
             try:
