@@ -49,7 +49,11 @@ class EnginePool:
     """An engine made of engines. `note` hears of losses and restarts; an engine given as None is started at once."""
 
     def __init__(
-        self, engines: Sequence[Engine | None], start_engine: StartEngine, limits: PoolLimits, note: Callable[[str], None]
+        self,
+        engines: Sequence[Engine | None],
+        start_engine: StartEngine,
+        limits: PoolLimits,
+        note: Callable[[str], None],
     ):
         self._seats = [_Seat(i, engine) for i, engine in enumerate(engines)]
         self._start_engine, self._limits, self._note = start_engine, limits, note
