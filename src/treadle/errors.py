@@ -42,3 +42,7 @@ class RewardError(TreadleError, RuntimeError):
 
 class DeadlineError(TreadleError, TimeoutError):
     """A wait ran past its deadline; the message says what it waited for."""
+
+
+class RankError(TreadleError, RuntimeError):
+    """A process that trains with others lost them, or they do not fit together."""

@@ -79,7 +79,11 @@ SpreadFn = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """One way to turn rewards into advantages; your own may be given wherever a name may."""
+    """One way to turn rewards into advantages; your own may be given wherever a name may.
+
+    `shape` sees whole groups, and of the tokens only which are trained; `spread` sees what models say of each token,
+    and groups that may be in parts.
+    """
 
     name: str
     shape: ShapeFn
@@ -113,8 +117,32 @@ def compute_advantages(
     """
     settings = AdvantageSettings() if settings is None else settings
     rule = find_estimator(estimator) if isinstance(estimator, str) else estimator
-    _check(rule, inputs, settings)
-    shaped = rule.shape(inputs, settings)
+    _check(_SHAPE_NEEDS + _SPREAD_NEEDS, rule, inputs, settings)
+    return spread_advantages(rule, rule.shape(inputs, settings), inputs, settings, sum_over_ranks)
+
+
+def shape_rewards(
+    rule: Estimator, inputs: AdvantageInputs, settings: AdvantageSettings | None = None
+) -> Float[Tensor, " S"]:
+    """The first half of `compute_advantages`: one number per sample, from rewards, ids and lengths alone.
+
+    Groups must be whole; what is per token and computed by a model (`kl`, `values`, logprobs) is not there yet.
+    """
+    settings = AdvantageSettings() if settings is None else settings
+    _check(_SHAPE_NEEDS, rule, inputs, settings)
+    return rule.shape(inputs, settings)
+
+
+def spread_advantages(
+    rule: Estimator,
+    shaped: Float[Tensor, " S"],
+    inputs: AdvantageInputs,
+    settings: AdvantageSettings | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> Advantages:
+    """The second half: shaped rewards laid over the tokens, distilled, whitened. Groups may be spread over ranks."""
+    settings = AdvantageSettings() if settings is None else settings
+    _check(_SPREAD_NEEDS, rule, inputs, settings)
     advantages, returns = rule.spread(shaped, inputs, settings)
     if settings.opd_kl_coef and inputs.student_logprobs is not None and inputs.teacher_logprobs is not None:
         advantages = advantages - settings.opd_kl_coef * (inputs.student_logprobs - inputs.teacher_logprobs)
@@ -132,24 +160,34 @@ def find_estimator(name: str) -> Estimator:
     return ESTIMATORS[name]
 
 
-def _check(rule: Estimator, inputs: AdvantageInputs, settings: AdvantageSettings) -> None:
+_SHAPE_NEEDS = ("reward_parts", "part_weights")
+_SPREAD_NEEDS = ("kl", "values", "student_logprobs", "teacher_logprobs")
+
+
+def _check(names: tuple[str, ...], rule: Estimator, inputs: AdvantageInputs, settings: AdvantageSettings) -> None:
+    """Raise `ConfigError` where a setting is not read, or one of these inputs is needed and missing."""
     if settings.kl_coef and not rule.per_token_reward:
         raise ConfigError(
             f"kl_coef {settings.kl_coef} does nothing with advantage_estimator {rule.name!r}; use use_kl_loss instead"
         )
     opd = settings.opd_kl_coef != 0
-    missing = [
-        name
-        for name, needed, value in (
-            ("kl", settings.kl_coef != 0, inputs.kl),
-            ("values", rule.needs_values, inputs.values),
-            ("reward_parts", rule.needs_parts, inputs.reward_parts),
-            ("part_weights", rule.needs_parts, inputs.part_weights),
-            ("student_logprobs", opd, inputs.student_logprobs),
-            ("teacher_logprobs", opd, inputs.teacher_logprobs),
-        )
-        if needed and value is None
-    ]
+    needed = {
+        "kl": settings.kl_coef != 0,
+        "values": rule.needs_values,
+        "reward_parts": rule.needs_parts,
+        "part_weights": rule.needs_parts,
+        "student_logprobs": opd,
+        "teacher_logprobs": opd,
+    }
+    given = {
+        "kl": inputs.kl,
+        "values": inputs.values,
+        "reward_parts": inputs.reward_parts,
+        "part_weights": inputs.part_weights,
+        "student_logprobs": inputs.student_logprobs,
+        "teacher_logprobs": inputs.teacher_logprobs,
+    }
+    missing = [name for name in needed if name in names and needed[name] and given[name] is None]
     if missing:
         raise ConfigError(f"advantage_estimator {rule.name!r} needs {', '.join(missing)} with these settings")
 

@@ -180,11 +180,13 @@ def m2po_mask(
     rollout_logprobs: Float[Tensor, " T"],
     threshold: float = 0.04,
     mask: Bool[Tensor, " T"] | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Bool[Tensor, " T"]:
     """M2PO: True on the trained tokens that stay once the largest `(lp_old - lp_roll)²` are dropped.
 
     As few are dropped as bring the mean of the rest under the threshold; equal ones go together, so the order of
-    the tokens does not matter. Give it all tokens of a batch. The paper drops only tokens outside the trust
+    the tokens does not matter. Give it all tokens of a batch, or a rank's share and a `gather` that joins the vectors of
+    all ranks. The paper drops only tokens outside the trust
     region; here the size alone counts. Source: "Prosperity before Collapse" 2025 (arXiv 2510.01161).
 
     >>> m2po_mask(torch.tensor([0.1, 1.0, -0.1]), torch.zeros(3)).tolist()
@@ -195,7 +197,8 @@ def m2po_mask(
     with torch.no_grad():
         squares = (where_trained(old_logprobs, mask) - where_trained(rollout_logprobs, mask)).square().to(torch.float64)
         chosen = torch.ones_like(squares, dtype=torch.bool) if mask is None else mask
-        ordered = squares[chosen].sort().values
+        candidates = squares[chosen]
+        ordered = (candidates if gather is None else gather(candidates)).sort().values
         means = ordered.cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
         num_kept = int((means < threshold).sum())
         if num_kept == ordered.numel():

@@ -339,6 +339,29 @@ class TrainSection(Section):
     seed: int = Field(1234, ge=0, description="Seed of everything random outside the rollout.")
 
 
+class ParallelSection(Section):
+    """How many ranks share a model; the grid is replicate × shard × tensor, shards are what the others leave."""
+
+    fsdp_replicate_size: int = Field(
+        1,
+        ge=1,
+        description="Copies of the sharded model (HSDP): weights are sharded inside a copy, gradients joined over all.",
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Ranks that share the matrices of each layer and see the same samples."
+    )
+    fsdp_cpu_offload: bool = Field(
+        False, description="Keep shards, gradients and AdamW in host memory and step there: slower, room for more."
+    )
+    fsdp_sync_every_micro_batch: bool = Field(
+        False,
+        description="Join gradients after each micro-batch, not once a step: more traffic, but no rank holds a whole gradient.",
+    )
+    distributed_timeout_seconds: float = Field(
+        600.0, gt=0, description="A rank that keeps the others waiting for longer ends them."
+    )
+
+
 class EvalOverride(Section):
     """Settings of one evaluation set that differ from the others."""
 
@@ -434,6 +457,7 @@ class Config(Section):
     critic: CriticSection = Field(default_factory=CriticSection)
     optim: OptimSection = Field(default_factory=OptimSection)
     train: TrainSection = Field(default_factory=TrainSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     observe: ObserveSection = Field(default_factory=ObserveSection)

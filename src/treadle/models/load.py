@@ -116,6 +116,31 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, trainable
     return model
 
 
+def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True) -> PreTrainedModel:
+    """The model of a folder with Treadle's attention and without memory: its weights are on the `meta` device."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config = load_config(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_attention())
+    model.tie_weights()
+    if Path(path).is_dir() and (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    model.requires_grad_(trainable)
+    model.eval()
+    _switch_dropout_off(model)
+    return model
+
+
+def renames_weights(model: PreTrainedModel, names: list[str]) -> bool:
+    """True where transformers stores these weights of the model under other names, or in other pieces."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    as_stored = revert_weight_conversion(model, {name: torch.empty(shapes[name], device="meta") for name in names})
+    return set(as_stored) != set(names)
+
+
 def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
     """The parameters of a model folder by the names the module has for them, float32 on the CPU.
 
@@ -153,11 +178,24 @@ def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: P
     Tied weights are written once. The folder loads with `AutoModelForCausalLM.from_pretrained`.
     """
     model.save_pretrained(folder, state_dict=state, safe_serialization=True)
-    config = json.loads((folder / "config.json").read_text())
-    dtypes = {str(t.dtype).removeprefix("torch.") for t in state.values() if t.is_floating_point()}
+    dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
     if len(dtypes) == 1:
-        config["dtype"] = dtypes.pop()
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _write_dtype(folder, dtypes.pop())
+
+
+def write_model_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write what a model folder has beside its weights, which are in `dtype`."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    _write_dtype(folder, dtype)
+
+
+def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def context_length(config: PretrainedConfig) -> int:

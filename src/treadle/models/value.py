@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,19 +43,34 @@ class ValueModel(nn.Module):
         return self.value_head(hidden.index_select(0, rows).float()).squeeze(1)
 
 
+def value_model_of(folder: Path) -> Callable[[PreTrainedModel], ValueModel]:
+    """Makes value models with the head that a folder holds, if it holds one; a model without memory stays so."""
+
+    def wrap(model: PreTrainedModel) -> ValueModel:
+        value = ValueModel(model)
+        if not value.value_head.weight.is_meta:
+            load_value_head(value, folder)
+        return value
+
+    return wrap
+
+
 def load_value_head(model: ValueModel, folder: Path) -> None:
     """Set the head to the one saved in a critic's folder; a folder without one leaves it new."""
+    if (folder / HEAD_FILE).is_file():
+        model.value_head.load_state_dict(read_value_head(model, folder))
+
+
+def read_value_head(model: ValueModel, folder: Path) -> dict[str, Tensor]:
+    """The head saved in a critic's folder; raises `ModelError` where it is missing or another model's."""
     file = folder / HEAD_FILE
-    if not file.is_file():
-        return
-    tensors = load_file(file)
-    own = model.value_head.state_dict()
-    for name, tensor in own.items():
-        if name not in tensors or tensors[name].shape != tensor.shape:
+    tensors = load_file(file) if file.is_file() else {}
+    for name, param in model.value_head.named_parameters():
+        if name not in tensors or tensors[name].shape != param.shape:
             raise ModelError(
                 f"{str(file)!r} is not the value head of this model: {name!r} is missing or of another shape"
             )
-    model.value_head.load_state_dict(tensors)
+    return tensors
 
 
 def save_value_head(tensors: dict[str, Tensor], folder: Path) -> None:

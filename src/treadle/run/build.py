@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from treadle.data import PromptSource, build_eval_sets, build_source
 from treadle.errors import ConfigError
 from treadle.models.bundled import resolve
 from treadle.models.load import compute_dtype, context_length, load_config, load_model, pick_device
-from treadle.models.value import ValueModel, load_value_head
+from treadle.models.value import value_model_of
 from treadle.observe.progress import Progress
 from treadle.rollout.conversation import Conversation, TurnLimits
 from treadle.rollout.engines.base import Engine
@@ -23,7 +24,9 @@ from treadle.rollout.rewards import RewardScorer, build_scorer
 from treadle.run.evaluate import EvalSet, eval_sampling
 from treadle.training.critic import Critic
 from treadle.training.objective import build_objective
+from treadle.training.parallel import Grid, ParallelModel, ParallelSpec, as_parallel
 from treadle.training.reference import Reference
+from treadle.training.spread import load_parallel
 from treadle.training.worker import Trainer
 
 if TYPE_CHECKING:
@@ -65,6 +68,20 @@ def load_policy(config: Config, path: str, *, trainable: bool = True) -> PreTrai
     return load_model(path, compute_dtype(model.dtype, model.device), pick_device(model.device), trainable=trainable)
 
 
+def load_on_ranks(config: Config, path: str, grid: Grid, *, trainable: bool = True) -> ParallelModel:
+    """A model of the run on the ranks of a grid, which all call this."""
+    return load_parallel(path, compute_dtype(config.model.dtype, config.model.device), grid, trainable=trainable)
+
+
+def check_one_process(config: Config, warn: Callable[[str], None]) -> None:
+    """Raise `ConfigError` where the settings ask for more ranks than the one of a run in one process."""
+    spec = ParallelSpec.of(config, 1)
+    unused = ("fsdp_cpu_offload", spec.cpu_offload), ("fsdp_sync_every_micro_batch", spec.sync_every_micro_batch)
+    names = [name for name, given in unused if given]
+    if names:
+        warn(f"in one process no model is sharded: {', '.join(names)} has no effect")
+
+
 def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing: bool = True) -> str | None:
     """The model folder of the teacher, or None where nothing is distilled; loads no weights.
 
@@ -94,28 +111,38 @@ def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing
 
 
 def build_trainer(
-    config: Config, model: PreTrainedModel, num_rollout: int, progress: Progress, teacher_path: str | None = None
+    config: Config,
+    model: PreTrainedModel | ParallelModel,
+    num_rollout: int,
+    progress: Progress,
+    teacher_path: str | None = None,
 ) -> Trainer:
-    """The trainer, with a reference model where the algorithm uses KL, a critic where it uses values, and the teacher."""
+    """The trainer, with a reference model where the algorithm uses KL, a critic where it uses values, and the teacher.
+
+    A model on the ranks of a grid makes the trainer of this rank; all ranks call this.
+    """
     arithmetic = batch_arithmetic(config)
+    policy = as_parallel(model)
     reference = None
     response = config.rollout.rollout_max_response_len
     objective = build_objective(config.algorithm, response, config.reward.part_weights)
     if objective.needs_reference:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
-        reference = Reference(load_policy(config, path, trainable=False), config.algorithm)
+        reference = Reference(load_on_ranks(config, path, policy.grid, trainable=False), config.algorithm)
     steps = arithmetic.num_steps_per_rollout
     critic = None
     if objective.needs_values:
         path = resolve(config.critic.critic_load or config.model.hf_checkpoint)
-        value_model = ValueModel(load_policy(config, path))
-        load_value_head(value_model, Path(path))
+        dtype = compute_dtype(config.model.dtype, config.model.device)
+        value_model = load_parallel(path, dtype, policy.grid, wrap=value_model_of(Path(path)))
         critic = Critic(value_model, config, num_rollout * steps, progress.warn)
     teacher = None
     if teacher_path is not None:
-        teacher = load_policy(config, teacher_path, trainable=False).to("cpu")  # lent to the device when it scores
+        teacher = load_on_ranks(config, teacher_path, policy.grid, trainable=False)
+        if not teacher.is_sharded:
+            teacher.to("cpu")  # lent to the device when it scores
     policy_steps = (num_rollout - config.critic.num_critic_only_steps) * steps
-    return Trainer(model, config, arithmetic, policy_steps, reference, progress.warn, critic, teacher)
+    return Trainer(policy, config, arithmetic, policy_steps, reference, progress.warn, critic, teacher)
 
 
 def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec) -> TorchEngine:

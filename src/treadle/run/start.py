@@ -78,6 +78,7 @@ async def _run(session: Session, recipe_name: str) -> int | None:
 async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, Any]:
     began = time.perf_counter()
     config, progress = session.config, session.progress
+    build.check_one_process(config, progress.warn)
     progress.phase("loading the data")
     source = None
     if not config.debug.debug_train_only:

@@ -78,6 +78,7 @@ def plan_ranks(
     same_count: bool = False,
     similar_lengths: bool = False,
     attention_cost: float = 0.0,
+    at_least: int = 0,
 ) -> list[RankPlan]:
     """Give every sample to one rank, and cut each rank's share into few micro-batches of at most `max_tokens`.
 
@@ -86,6 +87,7 @@ def plan_ranks(
     pass would wait for ever otherwise. With `similar_lengths` a micro-batch holds samples of like length (attention
     that lays them side by side computes no air) and there are more of them. Ranks are balanced in tokens;
     `attention_cost` adds what a pair of tokens costs that look at each other, in tokens: about 1 / (6 hidden size).
+    With `at_least` a rank makes that many micro-batches, as far as it has samples for them.
     """
     assert num_ranks > 0
     assert max_tokens > 0
@@ -102,7 +104,7 @@ def plan_ranks(
     def divide(share: list[_Unit], at_least: int = 0) -> list[list[_Unit]]:
         return kind(share, max_tokens, tokens, at_least)
 
-    divided = [divide(share) for share in shares]
+    divided = [divide(share, at_least) for share in shares]
     loads = [sum(map(cost.of, found)) for found in divided]
     for rank, load in enumerate(loads):
         if load > sum(loads) / num_ranks * (1 + TOLERANCE):  # by prompts that are fed again; one more may spare them

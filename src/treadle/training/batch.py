@@ -54,6 +54,7 @@ class Batch:
     loss_mask: Bool[Tensor, " T"] = _per_token()  # True where the token is trained
     rollout_logprobs: Float[Tensor, " T"] = _per_token()
     reward_parts: Float[Tensor, "S P"] | None = _per_sample(optional=True)  # the rewards one by one, before weights
+    shaped: Float[Tensor, " S"] | None = _per_sample(optional=True)  # rewards as compared within whole groups
     advantages: Float[Tensor, " T"] | None = _per_token(optional=True)
     loss_weights: Float[Tensor, " T"] | None = _per_token(optional=True)  # of each token in the reduction
     old_logprobs: Float[Tensor, " T"] | None = _per_token(optional=True)

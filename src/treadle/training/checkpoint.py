@@ -10,6 +10,9 @@
         manifest.json          size and xxh3-128 of every file above; written last
     <save>/latest              name of the newest folder; moved last
 
+Ranks that share a model write `model/`, `optimizer` and `reference` as several files of the same tensors, in a folder
+that all of them see. Any number of ranks loads what any number wrote, one tensor at a time, each its own part.
+
 A folder without a manifest, or with a file that does not match it, is damaged and never loaded. No pickle is read.
 """
 
@@ -24,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.errors import CheckpointError
+from treadle.training.tensor_files import TensorFiles
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -44,8 +48,9 @@ class Checkpoint:
     rollout_id: int
     state: Mapping[str, Any]
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        return load_file(self.path / "optimizer.safetensors")
+    def optimizer_tensors(self) -> TensorFiles:
+        """AdamW's state, in one file or several; tensors are read as they are asked for."""
+        return TensorFiles(self.path, "optimizer")
 
 
 def save_checkpoint(
@@ -53,7 +58,7 @@ def save_checkpoint(
     rollout_id: int,
     *,
     write_model: Callable[[Path], None],
-    optimizer: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor] | None,
     state: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int | None = None,
@@ -63,7 +68,7 @@ def save_checkpoint(
 
     Newest counts from this one back: checkpoints of later rollouts, left by a run that went further before it was
     resumed from an earlier one, stay until they are written anew. A crash at any moment leaves the checkpoints
-    before it as they were. Raises `CheckpointError` naming the folder and the cause (disk full, no permission);
+    before it as they were. `optimizer` is None where `write_rest` writes its state, as many ranks do. Raises `CheckpointError` naming the folder and the cause (disk full, no permission);
     what was half written is removed.
     """
     name = f"{PREFIX}{rollout_id:06d}"
@@ -77,7 +82,8 @@ def save_checkpoint(
         write_model(work / "model")
         if write_rest is not None:
             write_rest(work)
-        save_file({key: value.contiguous() for key, value in optimizer.items()}, work / "optimizer.safetensors")
+        if optimizer is not None:
+            save_file({key: value.contiguous() for key, value in optimizer.items()}, work / "optimizer.safetensors")
         (work / "state.json").write_text(json.dumps({"rollout_id": rollout_id, **state}))
         (work / "config.json").write_text(json.dumps(config, indent=2))
         (work / MANIFEST).write_text(json.dumps(_manifest(work), indent=2))
@@ -148,9 +154,10 @@ def check_same_model(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expe
     for name, tensor in expected.items():
         if name not in tensors:
             raise CheckpointError(f"{where}: it has no weight {name!r}; check --hf-checkpoint")
-        if tensors[name].shape != tensor.shape:
+        found = tensors.shape(name) if isinstance(tensors, TensorFiles) else tensors[name].shape
+        if tuple(found) != tuple(tensor.shape):
             raise CheckpointError(
-                f"{where}: {name!r} has shape {tuple(tensors[name].shape)}, this run's {tuple(tensor.shape)}; check --hf-checkpoint"
+                f"{where}: {name!r} has shape {tuple(found)}, this run's {tuple(tensor.shape)}; check --hf-checkpoint"
             )
     extra = sorted(set(tensors) - set(expected))
     if extra:

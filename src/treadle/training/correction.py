@@ -11,6 +11,7 @@ from treadle.algorithms.corrections import Bound, CorrectionSettings, Level, cor
 from treadle.algorithms.selection import top_entropy_mask
 from treadle.config import AlgorithmSection
 from treadle.training.batch import Batch
+from treadle.training.ranks import ALONE, Ranks
 
 
 def correction_settings(section: AlgorithmSection) -> CorrectionSettings | None:
@@ -35,24 +36,29 @@ def correction_settings(section: AlgorithmSection) -> CorrectionSettings | None:
 
 
 def loss_factor(
-    section: AlgorithmSection, settings: CorrectionSettings | None, batch: Batch
+    section: AlgorithmSection, settings: CorrectionSettings | None, batch: Batch, ranks: Ranks = ALONE
 ) -> Float[Tensor, " T"] | None:
-    """Factor of each token, of a whole rollout; None where nothing changes the policy loss.
+    """Factor of each token, of a rank's share of a rollout; None where nothing changes the policy loss.
 
     The correction's weight, and 0 on tokens that m2po drops or that are left out for their low entropy.
     """
     factors: list[Tensor] = []
     if settings is not None:
         assert batch.old_logprobs is not None
-        found = correct(batch.old_logprobs, batch.rollout_logprobs, batch.sample_index, settings, batch.loss_mask)
+        found = correct(
+            batch.old_logprobs, batch.rollout_logprobs, batch.sample_index, settings, batch.loss_mask, ranks.sum
+        )
         factors.append(found.weights)
     if section.m2po_threshold is not None:
         assert batch.old_logprobs is not None
-        kept = m2po_mask(batch.old_logprobs, batch.rollout_logprobs, section.m2po_threshold, batch.loss_mask)
+        kept = m2po_mask(
+            batch.old_logprobs, batch.rollout_logprobs, section.m2po_threshold, batch.loss_mask, ranks.gather
+        )
         factors.append(kept.float())
     if section.top_entropy_fraction is not None:
         assert batch.entropy is not None
-        factors.append(top_entropy_mask(batch.entropy, section.top_entropy_fraction, batch.loss_mask).float())
+        chosen = top_entropy_mask(batch.entropy, section.top_entropy_fraction, batch.loss_mask, ranks.gather)
+        factors.append(chosen.float())
     if not factors:
         return None
     product = factors[0]

@@ -4,70 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.algorithms.losses import value_loss
 from treadle.config import AlgorithmSection, Config, CriticSection
 from treadle.metrics import Metric, metric
 from treadle.models.attention import PackedAttention
-from treadle.models.load import load_parameters, save_model
-from treadle.models.value import ValueModel, load_value_head, save_value_head
+from treadle.models.load import save_model
+from treadle.models.value import ValueModel, read_value_head, save_value_head
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
-from treadle.training.micro_batches import MicroBatches
+from treadle.training.micro_batches import MicroBatches, with_last
 from treadle.training.optim import MasterOptimizer
 from treadle.training.packing import PackedBatch
+from treadle.training.parallel import ParallelModel, as_parallel
+from treadle.training.spread import gathered_parameter, stored_parameters, write_model_folder, write_parts
+from treadle.training.tensor_files import TensorFiles
 
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER = "optimizer"
 FOLDER = "critic"
 
 
 class Critic:
     """Predicts the return from every trained token's state, and learns to do so from each rollout."""
 
-    def __init__(self, model: ValueModel, config: Config, total_steps: int, warn: Callable[[str], None]):
-        self.model, self.warn = model, warn
+    def __init__(
+        self, model: ValueModel | ParallelModel, config: Config, total_steps: int, warn: Callable[[str], None]
+    ):
+        self.parallel = as_parallel(model)
+        self.model: ValueModel = self.parallel.model
+        self.warn = warn
         self.section: CriticSection = config.critic
         self.algorithm: AlgorithmSection = config.algorithm
         self.backend = config.model.attention_backend
-        self.micro_batches = MicroBatches(config.train, next(model.parameters()).device)
+        self.micro_batches = MicroBatches(config.train, self.parallel.grid.device, self.parallel.ranks)
         ratio = self.section.critic_lr / config.optim.lr  # the policy's schedule at another height
         own = {"lr": self.section.critic_lr, "min_lr": config.optim.min_lr * ratio}
         optim = config.optim.model_copy(update={**own, "lr_warmup_steps": self.section.critic_lr_warmup_steps})
-        self.optimizer = MasterOptimizer(model, optim, total_steps)
+        self.optimizer = MasterOptimizer(self.parallel, optim, total_steps)
         self.checkpointing = config.model.gradient_checkpointing
         if self.checkpointing:
-            model.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def values(self, batch: Batch) -> Tensor:
         """Value of the state before each trained token, float32 [T], 0 at the others."""
-        return self.micro_batches.per_token(batch, self._values)
+        found = self.micro_batches.per_token(batch, self._values)
+        self.parallel.free_gathered()
+        return found
 
     def _values(self, packed: PackedBatch) -> Tensor:
         plan = PackedAttention(packed.layout, self.backend)
-        return self.model.values(packed.token_ids, packed.layout.position_ids, plan, packed.predictors)
+        return self.parallel(_values_of, packed.token_ids, packed.layout.position_ids, plan, packed.predictors)
 
     def step(self, batch: Batch) -> list[Metric]:
         """One optimizer step on the samples of one policy step; needs values, returns and loss weights."""
         metrics: list[Metric] = []
         loss = 0.0
         self.model.train(self.checkpointing)
-        for packed, part in self.micro_batches.packed(batch):
+        for (packed, part), is_last in with_last(self.micro_batches.packed(batch)):
+            new, at = self._values(packed), packed.tokens
+            if not at.shape[0]:
+                self.parallel.backward(new.sum(), is_last=is_last)
+                continue
             assert part.values is not None
             assert part.returns is not None
             assert part.loss_weights is not None
-            at = packed.tokens
-            new, old, returns = self._values(packed), part.values[at], part.returns[at]
+            old, returns = part.values[at], part.returns[at]
             result = value_loss(new, old, returns, self.section.value_clip)
             share = (result.loss * part.loss_weights[at]).sum()
-            share.backward()
+            self.parallel.backward(share, is_last=is_last)
             loss += float(share.detach())
             metrics += _metrics(old, returns, result.clipped)
         self.model.eval()
+        loss = float(self.parallel.ranks.sum(torch.tensor(loss, dtype=torch.float64)))
         update = self.optimizer.step(loss_is_finite=bool(torch.isfinite(torch.tensor(loss))))
+        if not self.parallel.grid.is_first:
+            return metrics
         if update.skipped:
             self.warn(f"critic step {self.optimizer.num_steps - 1} skipped, weights unchanged: {update.cause(loss)}")
         return [
@@ -82,24 +98,37 @@ class Critic:
 
     def write(self, folder: Path) -> None:
         """Write the critic: a Hugging Face folder of its body, its head, and its AdamW state."""
+        state = self.optimizer.state_tensors()
+        if self.parallel.is_sharded:
+            write_model_folder(self.parallel, self.model.model, "model.", folder)
+            head = {n: gathered_parameter(p, self.parallel) for n, p in self.model.value_head.named_parameters()}
+            if self.parallel.grid.is_first:
+                save_value_head(head, folder)
+            write_parts(folder, OPTIMIZER, state, self.optimizer.parameter_of, self.parallel)
+            return
         masters = {name: p.detach() for name, p in self.optimizer.masters.items()}
         frozen = {name: p.detach().float() for name, p in self.model.named_parameters() if name not in masters}
         body = _under("model.", {**masters, **frozen})
         save_model(self.model.model, body, folder)
         save_value_head(_under("value_head.", masters), folder)
-        save_file({k: v.contiguous() for k, v in self.optimizer.state_tensors().items()}, folder / OPTIMIZER_FILE)
+        save_file({k: v.contiguous() for k, v in state.items()}, folder / f"{OPTIMIZER}.safetensors")
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule from a checkpoint that has a critic."""
         folder = checkpoint.path / FOLDER
-        load_value_head(self.model, folder)
-        tensors = {f"model.{name}": tensor for name, tensor in load_parameters(folder).items()}
-        tensors |= {f"value_head.{name}": p.detach() for name, p in self.model.value_head.named_parameters()}
-        known = {name: tensor for name, tensor in tensors.items() if name in self.optimizer.masters}
-        check_same_model(checkpoint, known, self.optimizer.masters)
+        names = [name.removeprefix("model.") for name in self.optimizer.params if name.startswith("model.")]
+        tensors = {f"model.{name}": tensor for name, tensor in stored_parameters(folder, names).items()}
+        tensors |= {f"value_head.{name}": tensor for name, tensor in read_value_head(self.model, folder).items()}
+        known = {name: tensor for name, tensor in tensors.items() if name in self.optimizer.params}
+        check_same_model(checkpoint, known, self.optimizer.params)
         self.optimizer.load_masters(known)
-        self.optimizer.load_state_tensors(load_file(folder / OPTIMIZER_FILE))
+        self.optimizer.load_state_tensors(TensorFiles(folder, OPTIMIZER))
         self.optimizer.num_steps = checkpoint.state["critic_steps"]
+
+
+def _values_of(model: ValueModel, *args: Any) -> Tensor:
+    """A copy, for FSDP hooks on what a forward pass returns, and warns of views."""
+    return model.values(*args).clone()
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

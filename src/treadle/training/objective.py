@@ -14,7 +14,9 @@ from treadle.algorithms.advantages import (
     Advantages,
     AdvantageSettings,
     Estimator,
-    compute_advantages,
+    broadcast,
+    shape_rewards,
+    spread_advantages,
 )
 from treadle.algorithms.corrections import CorrectionSettings
 from treadle.algorithms.kl import AdaptiveKL, k3, kl_per_token, update_kl_coef
@@ -26,6 +28,7 @@ from treadle.errors import ConfigError
 from treadle.training.batch import Batch
 from treadle.training.correction import correction_settings, loss_factor
 from treadle.training.custom import chosen_estimator, chosen_policy_loss
+from treadle.training.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +99,9 @@ class Objective:
         state = update_kl_coef(AdaptiveKL(self.kl_weight, target, horizon), measured_kl, num_samples)
         return replace(self, kl_weight=state.coef)
 
-    def correction(self, batch: Batch) -> Float[Tensor, " T"] | None:
-        """Factor on the policy loss of each token, of a whole rollout; None where nothing changes it."""
-        return loss_factor(self.section, self.corrections, batch)
+    def correction(self, batch: Batch, ranks: Ranks = ALONE) -> Float[Tensor, " T"] | None:
+        """Factor on the policy loss of each token, of this rank's share of a rollout; None where nothing changes it."""
+        return loss_factor(self.section, self.corrections, batch, ranks)
 
     def rewards(self, batch: Batch) -> Float[Tensor, " S"]:
         """The rewards advantages are made of: those of the batch, less the penalty of an overlong response."""
@@ -108,15 +111,41 @@ class Objective:
         factor = self.section.overlong_penalty_factor
         return batch.rewards + overlong_penalty(batch.trained_lengths, self.max_response_len, buffer, factor)
 
-    def advantages(self, batch: Batch) -> Advantages:
-        """Advantages and returns of a whole rollout, each float32 [T], 0 on untrained tokens."""
+    @property
+    def zero_reward_is_zero_advantage(self) -> bool:
+        """True where a sample whose shaped reward is 0 has no advantage, whatever the models say of its tokens."""
+        whitens = self.section.normalize_advantages or self.estimator.whitens
+        return self.estimator.spread is broadcast and not whitens and not self.needs_teacher
+
+    def shaped(self, batch: Batch) -> Float[Tensor, " S"]:
+        """The rewards of whole groups, compared within each group; all of it is known before a model is asked."""
+        return shape_rewards(self.estimator, self._inputs(batch), self._settings)
+
+    def advantages(self, batch: Batch, ranks: Ranks = ALONE) -> Advantages:
+        """Advantages and returns of this rank's share of a rollout, each float32 [T], 0 on untrained tokens.
+
+        Rewards that were not shaped yet are shaped here: the groups must be whole then.
+        """
+        shaped = self.shaped(batch) if batch.shaped is None else batch.shaped
+        return spread_advantages(self.estimator, shaped, self._inputs(batch), self._settings, ranks.sum)
+
+    @property
+    def _settings(self) -> AdvantageSettings:
         section = self.section
+        return AdvantageSettings(
+            std_normalization=section.grpo_std_normalization,
+            whiten=True if section.normalize_advantages else None,
+            kl_coef=self.kl_coef,
+            gamma=section.gamma,
+            lambd=section.lambd,
+            opd_kl_coef=section.opd_kl_coef,
+        )
+
+    def _inputs(self, batch: Batch) -> AdvantageInputs:
         kl = None
-        if self.kl_coef > 0:
-            assert batch.old_logprobs is not None
-            assert batch.ref_logprobs is not None
+        if self.kl_coef > 0 and batch.old_logprobs is not None and batch.ref_logprobs is not None:
             kl = kl_per_token("k1", batch.old_logprobs, batch.ref_logprobs)
-        inputs = AdvantageInputs(
+        return AdvantageInputs(
             rewards=self.rewards(batch),
             group_ids=batch.group_ids,
             sample_index=batch.sample_index,
@@ -129,15 +158,6 @@ class Objective:
             student_logprobs=batch.old_logprobs,
             teacher_logprobs=batch.teacher_logprobs,
         )
-        settings = AdvantageSettings(
-            std_normalization=section.grpo_std_normalization,
-            whiten=True if section.normalize_advantages else None,
-            kl_coef=self.kl_coef,
-            gamma=section.gamma,
-            lambd=section.lambd,
-            opd_kl_coef=section.opd_kl_coef,
-        )
-        return compute_advantages(self.estimator, inputs, settings)
 
     def loss_weights(self, batch: Batch, global_batch_size: int) -> Float[Tensor, " T"]:
         """Weight of each token in the loss of one optimizer step; `batch` is the whole step."""

@@ -2,18 +2,21 @@
 
 Where the module computes in bfloat16 the masters are copies of its parameters: gradients are summed into float32
 as the backward pass makes them, and the new weights are cast into the module once a step. Where the module is
-float32 its parameters are the masters, and nothing is copied.
+float32 its parameters are the masters, and nothing is copied. Where ranks hold shards, a master is this rank's part.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from treadle.config.sections import OptimSection
+from treadle.training.parallel import as_parallel, is_split, local_part, part_of
+from treadle.training.ranks import ALONE
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,15 @@ class MasterOptimizer:
 
     def __init__(self, module: nn.Module, optim: OptimSection, total_steps: int):
         self.optim, self.total_steps = optim, total_steps
-        self.params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        parallel = as_parallel(module)
+        self.is_sharded, self.grid, self.summed = parallel.is_sharded, parallel.grid, parallel.summed
+        self.params = {name: p for name, p in parallel.model.named_parameters() if p.requires_grad}
         self.masters: dict[str, nn.Parameter] = {}
         for name, param in self.params.items():
-            if param.dtype == torch.float32:
+            if self.is_sharded:
+                assert param.dtype == torch.float32, f"{name} is sharded in {param.dtype}; shards are the masters"
+                self.masters[name] = nn.Parameter(local_part(param.detach()))
+            elif param.dtype == torch.float32:
                 self.masters[name] = param
             else:
                 self.masters[name] = nn.Parameter(param.detach().float())
@@ -85,12 +93,16 @@ class MasterOptimizer:
         """
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         self.num_steps += 1
-        for master in self.masters.values():
+        for name, master in self.masters.items():
+            if self.is_sharded and self.params[name].grad is not None:
+                grad = local_part(self.params[name].grad)
+                master.grad = self.grid.neighbours.sum(grad) if name in self.summed else grad
+                self.params[name].grad = None
             if master.grad is None:
                 # Nothing in the batch reached it: a gradient of zero, which momentum may still move.
                 master.grad = torch.zeros_like(master)
         masters = list(self.masters.values())
-        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        norm = self._total_norm()
         finite = loss_is_finite and bool(torch.isfinite(norm))
         broken = ""
         if finite:  # clipping by a norm that is not finite would spread it over all gradients
@@ -100,40 +112,71 @@ class MasterOptimizer:
             self.adamw.step()
             self.publish()
         else:
-            broken = next((name for name, p in self.masters.items() if not torch.isfinite(p.grad).all()), "")
+            broken = self._first_broken()
         self.adamw.zero_grad(set_to_none=True)
         return StepResult(float(norm), lr, skipped=not finite, broken=broken)
+
+    def _total_norm(self) -> Tensor:
+        """The norm of the whole gradient, over the shards of all ranks."""
+        grads = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
+        if not self.is_sharded:
+            return torch.nn.utils.get_total_norm(list(grads.values()))
+        split = [grad for name, grad in grads.items() if is_split(self.params[name])]
+        copied = [grad for name, grad in grads.items() if not is_split(self.params[name])]
+        squares = [torch.nn.utils.get_total_norm(part).double().square() for part in (split, copied)]
+        # Each number is on as many ranks as there are replicas, and what is not split on all neighbours too.
+        own = squares[0].to(self.grid.device) + squares[1].to(self.grid.device) / self.grid.spec.tensor
+        return (self.grid.world.sum(own) / self.grid.spec.replicate).sqrt().float()
+
+    def _first_broken(self) -> str:
+        """The first parameter whose gradient is not finite, on any rank; empty where there is none."""
+        names = list(self.masters)
+        found = next((i for i, p in enumerate(self.masters.values()) if not torch.isfinite(p.grad).all()), len(names))
+        ranks = self.grid.world if self.is_sharded else ALONE
+        first = len(names) - ranks.max(len(names) - found)
+        return names[first] if first < len(names) else ""
 
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters into the module's parameters; nothing to do where they are the same tensors."""
+        if self.is_sharded:
+            return
         apart = [(p, self.masters[name]) for name, p in self.params.items() if p is not self.masters[name]]
         if apart:
             torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`."""
+        """This rank's part of AdamW's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`."""
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
                 out[f"{key}.{name}"] = value
         return out
 
+    def tensors(self) -> list[Tensor]:
+        """Everything this optimizer holds that is large: masters and AdamW's moments."""
+        moments = [value for state in self.adamw.state.values() for value in state.values()]
+        return [*(master.detach() for master in self.masters.values()), *moments]
+
+    def parameter_of(self, key: str) -> Tensor:
+        """The parameter that a tensor of `state_tensors` belongs to."""
+        return self.params[key.split(".", 1)[1]]
+
     @torch.no_grad()
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Inverse of `state_tensors`; parameters without a state there start fresh."""
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set AdamW's state from whole tensors, read one by one; parameters without a state there start fresh."""
         by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             kind, name = key.split(".", 1)
-            by_name.setdefault(name, {})[kind] = value
+            part = part_of(value, self.params[name]) if value.ndim else value
+            # Fused AdamW wants its count of steps on the device too.
+            by_name.setdefault(name, {})[kind] = part.to(self.masters[name].device, copy=True)
         for name, state in by_name.items():
-            master = self.masters[name]
-            moved = {k: v.to(master.device, copy=True) for k, v in state.items()}  # fused: the step lives there too
-            self.adamw.state[master] = moved
+            self.adamw.state[self.masters[name]] = state
 
     @torch.no_grad()
-    def load_masters(self, tensors: dict[str, Tensor]) -> None:
-        """Set the master weights (same names and shapes) and cast them into the module."""
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the master weights from whole tensors (same names and shapes) and cast them into the module."""
         for name, master in self.masters.items():
-            master.copy_(tensors[name])
+            master.copy_(part_of(tensors[name], self.params[name]))
         self.publish()

@@ -80,6 +80,14 @@ def pack(batch: Batch) -> PackedBatch:
     )
 
 
+def empty_row() -> PackedBatch:
+    """One token that nothing is trained on: what a rank runs so that the others need not wait for it."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return PackedBatch(
+        PackedLayout((Family(1, ()),)), torch.zeros(1, dtype=torch.int64), none, none, none, none, torch.zeros(0)
+    )
+
+
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
@@ -122,16 +130,21 @@ def workload_of(batch: Batch) -> Workload:
 
 
 def plan_micro_batches(
-    batch: Batch, *, max_tokens: int | None, micro_batch_size: int | None, similar_lengths: bool = True
+    batch: Batch,
+    *,
+    max_tokens: int | None,
+    micro_batch_size: int | None,
+    similar_lengths: bool = True,
+    at_least: int = 0,
 ) -> list[list[int]]:
     """Split a batch's samples into micro-batches; returns the sample indices of each.
 
     With `max_tokens`, groups stay whole where they fit, micro-batches are balanced and none is over the limit unless
-    a single sample is; `similar_lengths` as in `plan_ranks`. With `micro_batch_size`, that many samples each, in order.
+    a single sample is; `similar_lengths` and `at_least` as in `plan_ranks`. With `micro_batch_size`, that many samples each, in order.
     """
     assert (max_tokens is None) != (micro_batch_size is None)
     if micro_batch_size is not None:
         return [list(range(i, min(i + micro_batch_size, len(batch)))) for i in range(0, len(batch), micro_batch_size)]
     assert max_tokens is not None
-    (plan,) = plan_ranks(workload_of(batch), 1, max_tokens, similar_lengths=similar_lengths)
+    (plan,) = plan_ranks(workload_of(batch), 1, max_tokens, similar_lengths=similar_lengths, at_least=at_least)
     return [list(indices) for indices in plan.micro_batches]

@@ -8,21 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.config import AlgorithmSection
 from treadle.training.checkpoint import Checkpoint
+from treadle.training.parallel import ParallelModel, as_parallel, local_part, part_of
+from treadle.training.spread import write_parts
+from treadle.training.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FILE = "reference.safetensors"
+STEM = "reference"
 
 
 @contextmanager
-def lent_to(device: torch.device, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model on this device; back in host memory afterwards, where the device has a memory of its own."""
+def lent_to(device: torch.device, model: ParallelModel) -> Iterator[ParallelModel]:
+    """The model on this device; back in host memory afterwards, where the device has a memory of its own.
+
+    The shards of a frozen model stay in host memory: its layers are brought to the device one by one.
+    """
+    if model.is_sharded:
+        yield model
+        return
     try:
         yield model.to(device)
     finally:
@@ -36,12 +45,17 @@ class Reference:
     With a moving average the weights are kept in float32 beside the model, for in bfloat16 small steps would be lost.
     """
 
-    def __init__(self, model: PreTrainedModel, section: AlgorithmSection):
-        self.model = model
+    def __init__(self, model: PreTrainedModel | ParallelModel, section: AlgorithmSection):
+        self.parallel = as_parallel(model)
+        self.model: PreTrainedModel = self.parallel.model
         self.interval, self.decay = section.ref_update_interval, section.ref_ema_decay
         self._weights: dict[str, Tensor] = {}
         if self.decay is not None:
-            self._weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+            self._weights = {name: p.float().clone() for name, p in self._parts()}
+
+    def _parts(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of each weight."""
+        return ((name, local_part(p.detach())) for name, p in self.model.named_parameters())
 
     @property
     def moves(self) -> bool:
@@ -50,8 +64,8 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, rollouts_done: int, policy: Mapping[str, Tensor]) -> None:
-        """Called after each rollout with the policy's float32 weights: refresh or average when due."""
-        params = dict(self.model.named_parameters())
+        """Called after each rollout with this rank's part of the policy's float32 weights: refresh or average when due."""
+        params = dict(self._parts())
         if self.decay is not None:
             for name, weight in self._weights.items():
                 weight.lerp_(policy[name].to(weight.device), 1 - self.decay)
@@ -61,19 +75,24 @@ class Reference:
                 param.copy_(policy[name])
 
     def write(self, folder: Path) -> None:
-        """Write the weights into a checkpoint that is being made, where they move."""
-        if self.moves:
-            weights = self._weights or {name: p.detach() for name, p in self.model.named_parameters()}
-            save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / FILE)
+        """Write the weights into a checkpoint that is being made, where they move; all ranks call this."""
+        if not self.moves:
+            return
+        weights = self._weights or dict(self._parts())
+        if self.parallel.is_sharded:
+            params = dict(self.model.named_parameters())
+            write_parts(folder, STEM, weights, params.__getitem__, self.parallel)
+            return
+        save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / f"{STEM}.safetensors")
 
     @torch.no_grad()
     def load(self, checkpoint: Checkpoint) -> None:
         """Set the weights a checkpoint holds; one that holds none leaves the reference as it is."""
-        file = checkpoint.path / FILE
-        if not self.moves or not file.is_file():
+        saved = TensorFiles(checkpoint.path, STEM)
+        if not self.moves or not saved:
             return
-        saved = load_file(file)
         for name, param in self.model.named_parameters():
-            param.copy_(saved[name])
+            part = part_of(saved[name], param)
+            local_part(param.detach()).copy_(part)
             if self._weights:
-                self._weights[name].copy_(saved[name])
+                self._weights[name].copy_(part)

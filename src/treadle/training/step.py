@@ -6,11 +6,12 @@ Axis letters: `K` trained tokens of the micro-batch, `T` all its tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from treadle.algorithms.logprobs import logprobs_and_entropy
 from treadle.metrics import Metric, metric
@@ -19,6 +20,7 @@ from treadle.models.forward import head_of, hidden_states
 from treadle.training.batch import Batch
 from treadle.training.objective import Objective
 from treadle.training.packing import PackedBatch
+from treadle.training.parallel import as_parallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,20 +42,28 @@ class MicroBatchResult:
     rollout_gap: Float[Tensor, " K"]  # trainer's logprob before the step minus the engine's
 
 
-def packed_logprobs(model: PreTrainedModel, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
+def packed_logprobs(model: nn.Module, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
     """Logprobs of the trained tokens at their sampling temperature."""
-    return _logprobs(model, packed, backend, with_entropy=False, entropy_grad=False)[0]
+    return as_parallel(model)(_logprobs, packed, backend, _Entropy.NONE)[0]
 
 
-def packed_entropy(model: PreTrainedModel, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
+def packed_entropy(model: nn.Module, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
     """Entropy of the distributions the trained tokens were drawn from."""
-    entropy = _logprobs(model, packed, backend, with_entropy=True, entropy_grad=False)[1]
+    entropy = as_parallel(model)(_logprobs, packed, backend, _Entropy.NUMBER)[1]
     assert entropy is not None
     return entropy
 
 
+class _Entropy(Enum):
+    """What is wanted of the entropy beside the logprobs."""
+
+    NONE = "none"
+    NUMBER = "number"
+    GRADIENT = "gradient"
+
+
 def _logprobs(
-    model: PreTrainedModel, packed: PackedBatch, backend: Backend, *, with_entropy: bool, entropy_grad: bool
+    model: PreTrainedModel, packed: PackedBatch, backend: Backend, wanted: _Entropy
 ) -> tuple[Tensor, Tensor | None]:
     plan = PackedAttention(packed.layout, backend)
     hidden = hidden_states(model, packed.token_ids, packed.layout.position_ids, plan)
@@ -66,16 +76,22 @@ def _logprobs(
         bias=head.bias,
         logit_scale=head.scale,
         logit_softcap=head.softcap,
-        with_entropy=with_entropy,
-        entropy_grad=entropy_grad,
+        with_entropy=wanted is not _Entropy.NONE,
+        entropy_grad=wanted is _Entropy.GRADIENT,
     )
 
 
+def empty_loss(model: nn.Module, packed: PackedBatch, backend: Backend) -> Tensor:
+    """A loss of 0 that goes through the whole model: the pass of a row without trained tokens."""
+    return as_parallel(model)(_logprobs, packed, backend, _Entropy.NONE)[0].sum()
+
+
 def micro_batch_loss(
-    model: PreTrainedModel, packed: PackedBatch, batch: Batch, objective: Objective, backend: Backend
+    model: nn.Module, packed: PackedBatch, batch: Batch, objective: Objective, backend: Backend
 ) -> MicroBatchResult:
     """Forward pass and loss; `batch` holds what belongs to `packed`, on the same device."""
-    logprobs, entropy = _logprobs(model, packed, backend, with_entropy=True, entropy_grad=objective.entropy_coef != 0)
+    wanted = _Entropy.GRADIENT if objective.entropy_coef != 0 else _Entropy.NUMBER
+    logprobs, entropy = as_parallel(model)(_logprobs, packed, backend, wanted)
     assert entropy is not None
     assert batch.advantages is not None
     assert batch.loss_weights is not None

@@ -1,40 +1,44 @@
-"""The trainer of one process: samples in, new weights and metrics out."""
+"""The trainer of one rank: its share of the samples in, new weights and metrics out."""
 
 from __future__ import annotations
 
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from treadle.algorithms.shaping import RunningMoments
 from treadle.config import BatchArithmetic, Config
-from treadle.metrics import Metric, metric, reduce_metrics
-from treadle.models.load import load_parameters, save_model
-from treadle.training.batch import Batch, batch_of
+from treadle.metrics import Metric, metric
+from treadle.models.load import save_model
+from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
-from treadle.training.conditioning import condition_rewards
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.critic import Critic
-from treadle.training.micro_batches import MicroBatches
-from treadle.training.objective import Objective, build_objective
+from treadle.training.host_memory import HostCopies
+from treadle.training.micro_batches import MicroBatches, with_last
 from treadle.training.optim import MasterOptimizer
+from treadle.training.parallel import ParallelModel, as_parallel, local_part
+from treadle.training.plan import Planner, RankShare
+from treadle.training.ranks import lost_ranks_are_named
 from treadle.training.reference import Reference, lent_to
-from treadle.training.step import micro_batch_loss, micro_batch_metrics, packed_entropy, packed_logprobs
-from treadle.types import Group, Sample, Status
+from treadle.training.spread import full_parameters, stored_parameters, write_model_folder, write_parts
+from treadle.training.step import empty_loss, micro_batch_loss, micro_batch_metrics, packed_entropy, packed_logprobs
+from treadle.types import Group
+from treadle.weights import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class Trainer:
-    """A model, its optimizer, and what one rollout does to them.
+    """A model, its optimizer, and what one rollout does to them; one of many where the model is spread over ranks.
 
     `reference` is needed where the objective uses KL, `critic` where it uses values, `teacher` (frozen) where it
     distils; `warn` hears of skipped steps.
@@ -42,28 +46,29 @@ class Trainer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | ParallelModel,
         config: Config,
         arithmetic: BatchArithmetic,
         total_steps: int,
         reference: Reference | None = None,
         warn: Callable[[str], None] = warnings.warn,
         critic: Critic | None = None,
-        teacher: PreTrainedModel | None = None,
+        teacher: nn.Module | None = None,
     ):
-        self.critic, self.teacher = critic, teacher
-        self.model, self.config, self.arithmetic, self.reference, self.warn = model, config, arithmetic, reference, warn
-        self.micro_batches = MicroBatches(config.train, next(model.parameters()).device)
-        self.objective: Objective = build_objective(
-            config.algorithm, config.rollout.rollout_max_response_len, config.reward.part_weights
-        )
-        self.reward_moments = RunningMoments()
+        self.policy = as_parallel(model)
+        self.model: PreTrainedModel = self.policy.model
+        self.critic, self.teacher, self.reference = critic, teacher, reference
+        self.config, self.arithmetic, self.warn = config, arithmetic, warn
+        self.planner = Planner(config, arithmetic, warn=warn)  # of one process; a driver of many ranks has its own
+        self.objective = self.planner.objective
+        self.micro_batches = MicroBatches(config.train, self.policy.grid.device, self.policy.ranks)
         assert not self.objective.needs_reference or reference is not None, "the objective needs a reference model"
         assert self.objective.needs_values == (critic is not None), "a critic is given exactly where values are needed"
         assert self.objective.needs_teacher == (teacher is not None), "a teacher is given exactly where one is needed"
-        self.optimizer = MasterOptimizer(model, config.optim, total_steps)
+        self._host = HostCopies()
+        self.optimizer = MasterOptimizer(self.policy, config.optim, total_steps)
         if config.model.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     # One rollout
 
@@ -72,125 +77,121 @@ class Trainer:
         return self.micro_batches.device
 
     def train(self, groups: Sequence[Group], rollout_id: int = 0) -> list[Metric]:
-        """Take the rollout's optimizer steps; failed samples are left out and counted.
+        """Take the rollout's optimizer steps; failed samples are left out and counted. For one process."""
+        (share,) = self.planner.plan(groups)
+        return self.train_share(share, rollout_id)
 
-        In the first `num_critic_only_steps` rollouts the critic alone is trained.
+    def train_share(self, share: RankShare, rollout_id: int = 0) -> list[Metric]:
+        """Take the rollout's optimizer steps on this rank's share of it; all ranks do so at the same time.
+
+        In the first `num_critic_only_steps` rollouts the critic alone is trained. Returns this rank's metrics: those
+        of all ranks together are the rollout's.
         """
+        with self._named(f"training on rollout {rollout_id}"):
+            metrics = self._train_share(share, rollout_id)
+        return metrics if self.policy.grid.reports else []
+
+    def _train_share(self, share: RankShare, rollout_id: int) -> list[Metric]:
         began = time.perf_counter()
-        samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
-        batch = batch_of(samples, tuple(self.objective.part_weights))
-        if len(batch):
-            rewards, self.reward_moments = condition_rewards(batch.rewards, self.config.reward, self.reward_moments)
-            batch = self._score(replace(batch, rewards=rewards))
-            metrics += _teacher_metrics(batch)
-            found = self.objective.advantages(batch)
-            batch = replace(
-                batch, advantages=found.advantages, returns=found.returns, correction=self.objective.correction(batch)
-            )
-        else:
-            batch = replace(batch, advantages=torch.zeros(0))
+        metrics = list(share.metrics)
+        batch = self._score(share.batch)
+        metrics += _teacher_metrics(batch)
+        ranks = self.policy.ranks
+        found = self.objective.advantages(batch, ranks)
+        correction = self.objective.correction(batch, ranks)
+        batch = replace(batch, advantages=found.advantages, returns=found.returns, correction=correction)
         before = self.optimizer.num_steps
-        masked = self._masked(samples)
-        if any(masked):
-            metrics.append(metric("rollout/dropped/truncated", sum(masked)))
-        for step in range(self.arithmetic.num_steps_per_rollout):
-            part = batch.select([i for i, of in enumerate(steps) if of == step and not masked[i]])
-            part = replace(part, loss_weights=self.objective.loss_weights(part, self.arithmetic.global_batch_size))
+        for indices, measured_group in zip(share.steps, share.measured_groups, strict=True):
+            part = batch.select(indices)
             if self.critic is not None:
                 metrics += self.critic.step(part)
             if rollout_id >= self.config.critic.num_critic_only_steps:
-                metrics += self._step(part)
+                metrics += self._step(part, measured_group)
         if self.reference is not None:
             self.reference.follow(rollout_id + 1, self.optimizer.masters)
-        metrics += self._steer_kl(metrics, len(batch))
+        metrics += self._steer_kl(metrics, share.num_samples)
         seconds = time.perf_counter() - began
         metrics += [
-            metric("train/seconds", seconds),
-            metric("train/tokens_per_second", int(batch.lengths.sum()) / seconds),
             metric("train/num_samples", len(batch)),
             metric("train/num_tokens", int(batch.loss_mask.sum())),
-            metric("train/num_steps", self.optimizer.num_steps - before),
         ]
+        if self.policy.grid.is_first:
+            metrics += [
+                metric("train/seconds", seconds),
+                metric("train/tokens_per_second", share.num_tokens / seconds),
+                metric("train/num_steps", self.optimizer.num_steps - before),
+            ]
         return metrics
-
-    def _choose(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[Metric]]:
-        """The samples to train on, and which optimizer step each belongs to.
-
-        A step is a fixed share of the rollout whatever was left out, so its denominators do not change.
-        """
-        kept: list[Sample] = []
-        steps: list[int] = []
-        dropped: dict[str, int] = {}
-        for place, sample in enumerate(samples):
-            reason = _reason_to_drop(sample, tuple(self.objective.part_weights))
-            if reason:
-                dropped[reason] = dropped.get(reason, 0) + 1
-                continue
-            kept.append(sample)
-            steps.append(place * self.arithmetic.num_steps_per_rollout // len(samples))
-        if "missing_part" in dropped:
-            names = ", ".join(self.objective.part_weights)
-            self.warn(f"{dropped['missing_part']} samples lack a value of one of {names} and are not trained on")
-        return kept, steps, [metric(f"rollout/dropped/{reason}", count) for reason, count in sorted(dropped.items())]
-
-    def _masked(self, samples: Sequence[Sample]) -> list[bool]:
-        """True for samples that count in their group's statistics and not in the loss: truncated ones, if so asked."""
-        asked = self.config.algorithm.mask_truncated
-        return [asked and sample.status is Status.TRUNCATED for sample in samples]
 
     def _score(self, batch: Batch) -> Batch:
         """Add the logprobs the objective needs, and only those."""
         if self.objective.needs_old_logprobs or self.arithmetic.num_steps_per_rollout > 1:
-            batch = replace(batch, old_logprobs=self.logprobs(batch, self.model))
+            batch = replace(batch, old_logprobs=self.logprobs(batch, self.policy))
         if self.objective.needs_entropy:
-            backend = self.config.model.attention_backend
-            found = self.micro_batches.per_token(batch, lambda packed: packed_entropy(self.model, packed, backend))
-            batch = replace(batch, entropy=found)
+            batch = replace(batch, entropy=self._scored(batch, self.policy, packed_entropy))
         if self.objective.needs_reference:
             assert self.reference is not None
-            with lent_to(self.device, self.reference.model) as model:
+            with lent_to(self.device, self.reference.parallel) as model:
                 batch = replace(batch, ref_logprobs=self.logprobs(batch, model))
         if self.teacher is not None:
-            with lent_to(self.device, self.teacher) as model:
+            with lent_to(self.device, as_parallel(self.teacher)) as model:
                 batch = replace(batch, teacher_logprobs=self.logprobs(batch, model))
         if self.critic is not None:
             batch = replace(batch, values=self.critic.values(batch))
         return batch
 
-    def logprobs(self, batch: Batch, model: PreTrainedModel) -> Tensor:
+    def logprobs(self, batch: Batch, model: nn.Module) -> Tensor:
         """Logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
+        return self._scored(batch, as_parallel(model), packed_logprobs)
+
+    def _scored(self, batch: Batch, model: ParallelModel, score: Callable[..., Tensor]) -> Tensor:
         backend = self.config.model.attention_backend
-        return self.micro_batches.per_token(batch, lambda packed: packed_logprobs(model, packed, backend))
+        found = self.micro_batches.per_token(batch, lambda packed: score(model, packed, backend))
+        model.free_gathered()
+        return found
 
     def _steer_kl(self, metrics: Sequence[Metric], num_samples: int) -> list[Metric]:
         """Move the weight of KL for the next rollout by what was measured in this one; nothing where there is no target."""
         if self.config.algorithm.kl_target is None:
             return []
         used = metric("train/kl_coef", self.objective.kl_weight)
-        measured = reduce_metrics(m for m in metrics if m.name == "train/kl").get("train/kl", math.nan)
+        measured = self._mean_over_ranks([m for m in metrics if m.name == "train/kl"])
         if not math.isnan(measured):  # no step was taken, or the policy is broken: leave the weight as it is
             self.objective = self.objective.steered(measured, num_samples)
-        return [used]
+        return [used] if self.policy.grid.is_first else []
+
+    def _mean_over_ranks(self, metrics: Sequence[Metric]) -> float:
+        sums = [math.fsum(m.value * m.weight for m in metrics), math.fsum(m.weight for m in metrics)]
+        total, weight = self.policy.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+        return total / weight if weight > 0 else math.nan
 
     # One optimizer step
 
-    def _step(self, batch: Batch) -> list[Metric]:
+    def _step(self, batch: Batch, measured_group: int) -> list[Metric]:
         """Forward and backward over the micro-batches, then one update."""
-        whole, batch = batch, self._with_signal(batch)
+        whole, batch = batch, self._with_signal(batch, measured_group)
         metrics = [metric("train/num_skipped_samples", len(whole) - len(batch))]
-        loss = policy_loss = kl_loss = 0.0
+        losses = torch.zeros(3, dtype=torch.float64)  # the whole, of the policy, of KL
+        backend = self.config.model.attention_backend
         self.model.train(self.config.model.gradient_checkpointing)
         count = 0
-        for packed, part in self.micro_batches.packed(batch):
-            result = micro_batch_loss(self.model, packed, part, self.objective, self.config.model.attention_backend)
-            result.loss.backward()
+        for (packed, part), is_last in with_last(self.micro_batches.packed(batch)):
+            if not packed.tokens.shape[0]:
+                self.policy.backward(empty_loss(self.policy, packed, backend), is_last=is_last)
+                continue
+            result = micro_batch_loss(self.policy, packed, part, self.objective, backend)
+            self.policy.backward(result.loss, is_last=is_last)
             count += 1
-            loss += float(result.loss.detach())
-            policy_loss += result.policy_loss
-            kl_loss += result.kl_loss
+            losses += torch.tensor(
+                [float(result.loss.detach()), result.policy_loss, result.kl_loss], dtype=losses.dtype
+            )
             metrics += micro_batch_metrics(result)
         self.model.eval()
+        loss, policy_loss, kl_loss = self.policy.ranks.sum(losses).tolist()
         update = self.optimizer.step(loss_is_finite=bool(torch.isfinite(torch.tensor(loss))))
+        metrics.append(metric("train/num_micro_batches", count))
+        if not self.policy.grid.is_first:
+            return metrics
         if update.skipped:
             self.warn(f"optimizer step {self.optimizer.num_steps - 1} skipped, weights unchanged: {update.cause(loss)}")
         return [
@@ -201,31 +202,74 @@ class Trainer:
             metric("train/grad_norm", update.grad_norm),
             metric("train/lr", update.lr),
             metric("train/skipped_steps", update.skipped),
-            metric("train/num_micro_batches", count),
         ]
 
-    def _with_signal(self, batch: Batch) -> Batch:
-        """The batch without the samples that add nothing to the loss; its first group where none adds anything, so
-        that every step is measured."""
+    def _with_signal(self, batch: Batch, measured_group: int) -> Batch:
+        """The batch without the samples that add nothing to the loss; where none on any rank adds anything, the
+        measured group, so that every step is measured."""
         if not (self.config.train.skip_zero_advantage and self.objective.only_advantages):
             return batch
         assert batch.advantages is not None
         largest = torch.zeros(len(batch)).scatter_reduce(0, batch.sample_index, batch.advantages.abs(), "amax")
-        chosen = torch.nonzero(largest if largest.any() else batch.group_ids == batch.group_ids[:1]).squeeze(1)
+        some_rank_learns = self.policy.ranks.max(int(bool(largest.any())))
+        chosen = torch.nonzero(largest if some_rank_learns else batch.group_ids == measured_group).squeeze(1)
         return batch.select(chosen.tolist())
+
+    # Weights for others
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        """Name, shape and dtype of each weight that `full_parameters` yields, in its order."""
+        dtype = self.policy.compute_dtype
+        return {name: WeightSpec(tuple(p.shape), dtype) for name, p in self.model.named_parameters()}
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight whole, in the compute dtype, one at a time; all ranks must run through it at the same time."""
+        return full_parameters(self.policy, self.policy.compute_dtype)
+
+    # Memory for others
+
+    def sleep(self, *, force: bool = False) -> int:
+        """Move weights, masters and optimizer state to host memory; returns the bytes freed on the device.
+
+        Between rollouts only: gradients are gone then. On a CPU nothing moves, unless forced. Nothing may use the
+        trainer's weights until `wake`.
+        """
+        optimizers = [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
+        parallels = [self.policy] if self.critic is None else [self.policy, self.critic.parallel]
+        held = [local_part(p.detach()) for parallel in parallels for p in parallel.model.parameters()]
+        held += [tensor for optimizer in optimizers for tensor in optimizer.tensors()]
+        return self._host.sleep(held, force=force)
+
+    def wake(self) -> int:
+        """Bring back what `sleep` moved, bit for bit; returns the bytes."""
+        return self._host.wake()
 
     # Checkpoints
 
     def write_model(self, folder: Path) -> None:
-        """Write the master weights as a Hugging Face folder."""
+        """Write the master weights as a Hugging Face folder; all ranks call this."""
+        if self.policy.is_sharded:
+            with self._named("writing the model"):
+                write_model_folder(self.policy, self.model, "", folder)
+            return
         save_model(self.model, {name: p.detach() for name, p in self.optimizer.masters.items()}, folder)
 
     def write_rest(self, folder: Path) -> None:
-        """Write into a checkpoint folder what is not the policy: the critic, a reference that moves."""
-        if self.critic is not None:
-            self.critic.write(folder / CRITIC_FOLDER)
-        if self.reference is not None:
-            self.reference.write(folder)
+        """Write into a checkpoint folder what is not the policy: the critic, a reference that moves.
+
+        Of many ranks, which all call this, also the optimizer's state.
+        """
+        with self._named("writing a checkpoint"):
+            if self.policy.is_sharded:
+                parts, like = self.optimizer.state_tensors(), self.optimizer.parameter_of
+                write_parts(folder, "optimizer", parts, like, self.policy)
+            if self.critic is not None:
+                self.critic.write(folder / CRITIC_FOLDER)
+            if self.reference is not None:
+                self.reference.write(folder)
+
+    def _named(self, doing: str) -> AbstractContextManager[None]:
+        return lost_ranks_are_named(doing, self.policy.grid.world.rank, self.policy.grid.world.size)
 
     def state(self) -> dict[str, Any]:
         """Where the schedules stand, and what moves over a run beside weights; JSON values."""
@@ -234,37 +278,28 @@ class Trainer:
             state["critic_steps"] = self.critic.optimizer.num_steps
         if self.config.algorithm.kl_target is not None:
             state["kl_weight"] = self.objective.kl_weight
-        if self.config.reward.normalize_rewards_running:
-            state["reward_moments"] = astuple(self.reward_moments)
-        return state
+        return {**state, **self.planner.state()}
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule; raises `CheckpointError` for a checkpoint of another model."""
-        tensors = load_parameters(checkpoint.path / "model")
-        check_same_model(checkpoint, tensors, self.optimizer.masters)
+        tensors = stored_parameters(checkpoint.path / "model", list(self.optimizer.params))
+        check_same_model(checkpoint, tensors, self.optimizer.params)
         self.optimizer.load_masters(tensors)
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
         self.optimizer.num_steps = checkpoint.state["optimizer_steps"]
         if self.config.algorithm.kl_target is not None and "kl_weight" in checkpoint.state:
             self.objective = replace(self.objective, kl_weight=checkpoint.state["kl_weight"])
-        if "reward_moments" in checkpoint.state:
-            self.reward_moments = RunningMoments(*checkpoint.state["reward_moments"])
+        self.planner.load_state(checkpoint.state)
         if self.critic is not None:
             self.critic.load(checkpoint)
         if self.reference is not None:
             self.reference.load(checkpoint)
 
 
-def _reason_to_drop(sample: Sample, part_names: Sequence[str]) -> str:
-    if sample.status is Status.FAILED or sample.reward is None:
-        return "failed"
-    if not all(name in sample.reward_parts for name in part_names):  # a reward said None of it
-        return "missing_part"
-    return "" if sample.loss_mask.any() else "nothing_sampled"
-
-
 def _teacher_metrics(batch: Batch) -> list[Metric]:
     if batch.teacher_logprobs is None or batch.old_logprobs is None:
         return []
     gap = (batch.old_logprobs - batch.teacher_logprobs)[batch.loss_mask]
+    if not gap.shape[0]:
+        return []
     return [metric("train/teacher_kl", float(gap.double().mean()), gap.shape[0])]

@@ -114,6 +114,7 @@ def test_batch_of_samples():
     assert (batch.token_ids.dtype, batch.loss_mask.dtype) == (torch.int64, torch.bool)
     assert [f.name for f in fields(Batch) if getattr(batch, f.name) is None] == [
         "reward_parts",
+        "shaped",
         "advantages",
         "loss_weights",
         "old_logprobs",

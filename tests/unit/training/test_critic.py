@@ -180,7 +180,7 @@ def test_the_head_of_another_model_is_refused(make_critic, tmp_path: Path, tiny_
     with pytest.raises(ModelError, match="is not the value head of this model: 'weight'"):
         load_value_head(critic.model, tmp_path)
     other = save(critic, tmp_path / "saves", tiny_model_dir)
-    del critic.optimizer.masters["value_head.bias"]
-    critic.optimizer.masters["value_head.gain"] = torch.nn.Parameter(torch.zeros(1))
+    del critic.optimizer.params["value_head.bias"]
+    critic.optimizer.params["value_head.gain"] = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(CheckpointError, match=r"another model: it has no weight 'value_head\.gain'"):
         critic.load(other)

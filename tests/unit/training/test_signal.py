@@ -197,7 +197,7 @@ def test_what_moves_beside_the_weights_is_resumed(make_trainer, make_groups, tmp
 
     save_file(one.optimizer.state_tensors(), tmp_path / "optimizer.safetensors")
     other.load(Checkpoint(tmp_path, 2, state))
-    assert other.reward_moments == one.reward_moments
+    assert other.planner.reward_moments == one.planner.reward_moments
     assert other.objective.kl_weight == one.objective.kl_weight != 0.1
     metrics = [reduce_metrics(trainer.train(make_groups(seed=2), 2)) for trainer in (one, other)]
     for name in ("train/kl_coef", "train/loss", "train/advantage_abs_mean"):

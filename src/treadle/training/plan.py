@@ -1,0 +1,166 @@
+"""From groups of samples to what each rank trains on: everything that needs whole groups, and no model.
+
+The driver plans; a `RankShare` is all a rank hears of a rollout. Rewards are compared within groups and weights of
+the loss get their denominators here, so a group's samples may then go to different ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.algorithms.shaping import RunningMoments
+from treadle.config import BatchArithmetic, Config
+from treadle.metrics import Metric, metric
+from treadle.training.balance import plan_ranks
+from treadle.training.batch import Batch, batch_of
+from treadle.training.conditioning import condition_rewards
+from treadle.training.objective import Objective, build_objective
+from treadle.training.packing import workload_of
+from treadle.types import Group, Sample, Status
+
+
+@dataclass(frozen=True, eq=False)
+class RankShare:
+    """One rank's part of a rollout: tensors and numbers only, so it travels.
+
+    `batch` holds the rank's samples in the order of the rollout, with shaped rewards and weights in the loss.
+    `steps[k]` are the indices of those that optimizer step k trains. `measured_groups[k]` is the group to run where
+    no sample of that step, on any rank, has an advantage. `metrics` are on the first rank only.
+    """
+
+    batch: Batch
+    steps: tuple[tuple[int, ...], ...]
+    measured_groups: tuple[int, ...]
+    num_samples: int  # of the whole rollout, as the next one
+    num_tokens: int  # prompts counted with every sample
+    metrics: tuple[Metric, ...] = ()
+
+
+class Planner:
+    """Plans rollouts one after the other; what it has to remember between them goes into the checkpoint."""
+
+    def __init__(
+        self,
+        config: Config,
+        arithmetic: BatchArithmetic,
+        num_ranks: int = 1,
+        warn: Callable[[str], None] = warnings.warn,
+    ):
+        self.config, self.arithmetic, self.num_ranks, self.warn = config, arithmetic, num_ranks, warn
+        self.objective: Objective = build_objective(
+            config.algorithm, config.rollout.rollout_max_response_len, config.reward.part_weights
+        )
+        self.reward_moments = RunningMoments()
+
+    def plan(self, groups: Sequence[Group]) -> list[RankShare]:
+        """What each rank trains on; failed samples are left out and counted."""
+        samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
+        batch = batch_of(samples, tuple(self.objective.part_weights))
+        rewards, self.reward_moments = condition_rewards(batch.rewards, self.config.reward, self.reward_moments)
+        batch = replace(batch, rewards=rewards)
+        batch = replace(batch, shaped=self.objective.shaped(batch))
+        asked = self.config.algorithm.mask_truncated
+        masked = [asked and sample.status is Status.TRUNCATED for sample in samples]
+        if any(masked):  # they count in their group's statistics and not in the loss
+            metrics.append(metric("rollout/dropped/truncated", sum(masked)))
+        of_step = [
+            [i for i, of in enumerate(steps) if of == step and not masked[i]]
+            for step in range(self.arithmetic.num_steps_per_rollout)
+        ]
+        batch = replace(batch, loss_weights=self._loss_weights(batch, of_step))
+        ranks = self._ranks_of(batch, of_step)
+        return [
+            RankShare(
+                batch.select(held) if self.num_ranks > 1 else batch,
+                tuple(_places(held, indices) for indices in of_step),
+                tuple(int(batch.group_ids[indices[0]]) if indices else -1 for indices in of_step),
+                num_samples=len(batch),
+                num_tokens=int(batch.lengths.sum()),
+                metrics=tuple(metrics) if rank == 0 else (),
+            )
+            for rank, held in enumerate(ranks)
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """What the next rollout needs to know of those before it; JSON values."""
+        return {"reward_moments": astuple(self.reward_moments)} if self.config.reward.normalize_rewards_running else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Set what `state` said."""
+        if "reward_moments" in state:
+            self.reward_moments = RunningMoments(*state["reward_moments"])
+
+    def _choose(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[Metric]]:
+        """The samples to train on, and which optimizer step each belongs to.
+
+        A step is a fixed share of the rollout whatever was left out, so its denominators do not change.
+        """
+        kept: list[Sample] = []
+        steps: list[int] = []
+        dropped: dict[str, int] = {}
+        for place, sample in enumerate(samples):
+            reason = _reason_to_drop(sample, tuple(self.objective.part_weights))
+            if reason:
+                dropped[reason] = dropped.get(reason, 0) + 1
+                continue
+            kept.append(sample)
+            steps.append(place * self.arithmetic.num_steps_per_rollout // len(samples))
+        if "missing_part" in dropped:
+            names = ", ".join(self.objective.part_weights)
+            self.warn(f"{dropped['missing_part']} samples lack a value of one of {names} and are not trained on")
+        return kept, steps, [metric(f"rollout/dropped/{reason}", count) for reason, count in sorted(dropped.items())]
+
+    def _loss_weights(self, batch: Batch, steps: Sequence[Sequence[int]]) -> Tensor:
+        """Weight of each token in the loss of its step, float32 [T]; 0 for samples that no step trains."""
+        weights = torch.zeros(batch.token_ids.shape[0])
+        for indices in steps:
+            part = batch.select(indices)
+            found = self.objective.loss_weights(part, self.arithmetic.global_batch_size)
+            sample = torch.tensor(indices, dtype=torch.int64)[part.sample_index]
+            within = torch.arange(len(found)) - part.offsets[part.sample_index]
+            weights[batch.offsets[sample] + within] = found
+        return weights
+
+    def _ranks_of(self, batch: Batch, steps: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The samples of each rank, ascending. Ranks have about the same work in every step, and in scoring.
+
+        Samples that are scored only (masked ones, and those known to have no advantage) are dealt by themselves.
+        """
+        if self.num_ranks == 1:
+            return [list(range(len(batch)))]
+        idle = set(range(len(batch))).difference(*steps)
+        if self.config.train.skip_zero_advantage and self.objective.only_advantages:
+            assert batch.shaped is not None
+            if self.objective.zero_reward_is_zero_advantage:
+                idle |= set(torch.nonzero(batch.shaped == 0).squeeze(1).tolist())
+        train = self.config.train
+        limit = train.max_tokens_per_gpu if train.use_dynamic_batch_size else int(batch.lengths.sum()) + 1
+        held: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        loads = [0] * self.num_ranks
+        for indices in (*([i for i in step if i not in idle] for step in steps), sorted(idle)):
+            plans = plan_ranks(workload_of(batch.select(indices)), self.num_ranks, limit, same_count=True)
+            plans.sort(key=lambda plan: -sum(plan.num_tokens))
+            for rank, plan in zip(sorted(range(self.num_ranks), key=lambda r: (loads[r], r)), plans, strict=True):
+                held[rank] += [indices[i] for members in plan.micro_batches for i in members]
+                loads[rank] += sum(plan.num_tokens)
+        return [sorted(indices) for indices in held]
+
+
+def _reason_to_drop(sample: Sample, part_names: Sequence[str]) -> str:
+    if sample.status is Status.FAILED or sample.reward is None:
+        return "failed"
+    if not all(name in sample.reward_parts for name in part_names):  # a reward said None of it
+        return "missing_part"
+    return "" if sample.loss_mask.any() else "nothing_sampled"
+
+
+def _places(held: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """Where in a rank's samples the wanted ones are, in the order of the rollout."""
+    return tuple(np.flatnonzero(np.isin(np.asarray(held, np.int64), np.asarray(wanted, np.int64))).tolist())

@@ -1,0 +1,117 @@
+"""The processes that train together: joining them, and the few sums that need all of them.
+
+Every wait has the deadline of the group; a rank that stops answering ends the others with a `RankError`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from treadle.errors import RankError
+
+LOOPBACK = "127.0.0.1"
+_CPU = torch.device("cpu")
+_LOST = ("gloo", "nccl", "timed out", "connection closed", "connection reset", "connection refused", "broken pipe")
+"""What the messages of torch's collectives speak of when a rank is lost; it raises plain RuntimeErrors too."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """This process among those that share the samples of a rollout; alone by default.
+
+    Tensors go through `device`, where the group exchanges them, and come back to where they were.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    device: torch.device = _CPU
+
+    @property
+    def is_alone(self) -> bool:
+        return self.group is None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks; a new tensor unless this rank is alone."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def max(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        return number if self.is_alone else int(self._reduced(torch.tensor([number]), dist.ReduceOp.MAX))
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The ranks' vectors, of any lengths, one after the other in the order of the ranks."""
+        if self.is_alone:
+            return values
+        lengths = self.sum(torch.nn.functional.one_hot(torch.tensor(self.rank), self.size) * values.numel()).tolist()
+        padded = torch.zeros(max(lengths), dtype=values.dtype, device=self.device)
+        padded[: values.numel()] = values
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=self.group)
+        return torch.cat([part[:n] for part, n in zip(found, lengths, strict=True)]).to(values.device)
+
+    def _reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.is_alone:
+            return values
+        total = values.detach().to(self.device, copy=True)
+        dist.all_reduce(total, op, group=self.group)
+        return total.to(values.device)
+
+
+ALONE = Ranks()
+
+
+def join_ranks(
+    rank: int, size: int, *, port: int, device: torch.device, timeout_seconds: float, address: str = LOOPBACK
+) -> None:
+    """Join the process group; rank 0 listens on `address` and `port`. Returns when all ranks are there.
+
+    Raises `RankError` where that takes longer than the timeout, which then bounds every exchange as well.
+    """
+    if address == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the resolver for the machine's name
+    if device.type == "cuda":
+        assert device.index is not None, "say which GPU: cuda:0"
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with lost_ranks_are_named(f"joining {size} ranks at {address}:{port}", rank, size):
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{address}:{port}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+
+
+def leave_ranks() -> None:
+    """Leave the process group; nothing where none was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def lost_ranks_are_named(doing: str, rank: int, size: int) -> Iterator[None]:
+    """Turn what torch raises when a rank is lost or late into one line that says what was going on."""
+    try:
+        yield
+    except RankError:
+        raise
+    except (dist.DistError, RuntimeError) as error:
+        text = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
+        lost = isinstance(error, dist.DistError) or any(word in text.lower() for word in _LOST)
+        if size == 1 or not lost or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise RankError(
+            f"rank {rank} of {size} lost the others while {doing} ({text}); the cause is in the log of the rank that "
+            "stopped first, or the work takes longer than --distributed-timeout-seconds"
+        ) from error
