@@ -28,13 +28,13 @@ def cluster_settings_are_used(config: Config) -> Iterator[Finding]:
         yield warning(f"{', '.join(given)} do nothing with runtime = local; set runtime = ray")
 
 
-def train_workers_are_known(config: Config) -> Iterator[Finding]:
-    cluster = config.cluster
-    count = cluster.num_train_workers
-    if cluster.runtime == "ray" and count > 1:
+def train_workers_fill_their_grid(config: Config) -> Iterator[Finding]:
+    count = config.cluster.num_train_workers
+    replicate, tensor = config.parallel.fsdp_replicate_size, config.parallel.tensor_parallel_size
+    if config.cluster.runtime == "ray" and count % (replicate * tensor):
         yield fault(
-            f"actor_num_nodes × actor_num_gpus_per_node = {count} train workers; this version trains with one worker: "
-            "set both to 1 and give the other GPUs to engines (rollout_num_gpus)"
+            f"actor_num_nodes × actor_num_gpus_per_node = {count} train workers can't be divided into "
+            f"fsdp_replicate_size × tensor_parallel_size = {replicate} × {tensor}"
         )
 
 
@@ -116,7 +116,7 @@ def evaluation_is_local(config: Config) -> Iterator[Finding]:
 
 CLUSTER_RULES: tuple[Rule, ...] = (
     cluster_settings_are_used,
-    train_workers_are_known,
+    train_workers_fill_their_grid,
     engines_share_out_their_gpus,
     turns_are_taken,
     publish_meets_requests,

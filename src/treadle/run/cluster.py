@@ -1,6 +1,6 @@
 """The cluster runtime: the same loop over workers that Ray runs, on one machine or many.
 
-A rollout worker drives the engines, a train worker the trainer; this process plans, saves, records and decides what
+A rollout worker drives the engines, train workers are the ranks of the trainer; this process plans, saves, records and decides what
 happens when a worker is lost.
 """
 
@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from treadle.config import Config
-from treadle.errors import CheckpointError, DeadlineError, EngineLostError, TreadleError, WorkerLostError
+from treadle.errors import CheckpointError, DeadlineError, EngineLostError, WorkerLostError
 from treadle.metrics import Metric, metric
 from treadle.run import build
 from treadle.run.lease import FreeLease, Holder, Lease
 from treadle.run.loop import Collection, Schedule, train_loop
-from treadle.run.placement import Places, place, release, until_gone, worker_options
-from treadle.run.ray_actors import Glance, RolloutActor, TrainActor
+from treadle.run.notes import Note
+from treadle.run.placement import Places, place, release, until_gone
 from treadle.run.ray_calls import settle
 from treadle.run.ray_process import ray_running
+from treadle.run.ray_rollout import Glance, RolloutActor
+from treadle.run.ray_train import TrainGroup
 from treadle.run.record import Outputs, Record
 from treadle.run.rollouts import saved_rollout
 from treadle.run.session import Session, finish, open_outputs, schedule_of
@@ -46,7 +48,7 @@ class Workers:
 
     places: Places
     rollout: Any
-    trainer: Any
+    trainer: TrainGroup | None
 
 
 class ClusterParts:
@@ -75,14 +77,10 @@ class ClusterParts:
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> Sequence[Metric]:
         if self.trainer is None:
             return []
-        import ray
-
         self.out.progress.phase("training")
         async with self._publishing:
             self._trainer_ahead = True
-            trained = await self._ask_trainer(
-                self.trainer.train.remote(ray.put(list(groups)), rollout_id), f"training of rollout {rollout_id}"
-            )
+            trained = await self.trainer.train(groups, rollout_id)
         self._show(trained.notes)
         return trained.metrics
 
@@ -103,11 +101,12 @@ class ClusterParts:
         self.written.evaluation(done, found, time.perf_counter() - began)
 
     async def save(self, done: int) -> Sequence[Metric]:
+        assert self.trainer is not None
         self.out.progress.phase("saving")
         began = time.perf_counter()
         state = {} if self.rollout is None else await self._ask_rollout("state", done)
         try:
-            await self._ask_trainer(self.trainer.save.remote(self.out.checkpoints, done, state), f"save {done}")
+            await self.trainer.save(self.out.checkpoints, done, state)
             self.saved = done
         except CheckpointError as error:
             if done >= self.schedule.num_rollout:
@@ -128,12 +127,12 @@ class ClusterParts:
             if self.rollout is not None and cluster.offload_rollout and not self._engines_asleep:
                 await self._ask_rollout("offload")
                 self._engines_asleep = True
-            if self._trainer_asleep:
-                await self._ask_trainer(self.trainer.wake.remote(), "wake")
+            if self.trainer is not None and self._trainer_asleep:
+                await self.trainer.wake()
                 self._trainer_asleep = False
         else:
             if self.trainer is not None and cluster.offload_train and not self._trainer_asleep:
-                await self._ask_trainer(self.trainer.sleep.remote(), "sleep")
+                await self.trainer.sleep()
                 self._trainer_asleep = True
             if self._engines_asleep:
                 await self._ask_rollout("onload_kv")
@@ -149,11 +148,9 @@ class ClusterParts:
             return
         for tries_left in reversed(range(PUBLISH_TRIES)):
             await self._ask_rollout("prepare", self.config.cluster.on_publish)
-            offer = await self._ask_trainer(self.trainer.offer.remote(version), f"offer of version {version}")
+            offer = await self.trainer.offer(version)
             results = await asyncio.gather(
-                self._ask_rollout("receive", offer),
-                self._ask_trainer(self.trainer.deliver.remote(), f"delivery of version {version}"),
-                return_exceptions=True,
+                self._ask_rollout("receive", offer), self.trainer.deliver(version), return_exceptions=True
             )
             errors = [result for result in results if isinstance(result, BaseException)]
             if not errors:
@@ -197,7 +194,7 @@ class ClusterParts:
         if seen.wants_weights and self._again is None and not self._trainer_ahead:
             self._again = asyncio.create_task(self._publish_again())
 
-    def _show(self, notes: Sequence[tuple[str, str]]) -> None:
+    def _show(self, notes: Sequence[Note]) -> None:
         for kind, text in notes:
             (self.out.progress.warn if kind == "warn" else self.out.progress.note)(text)
 
@@ -205,9 +202,6 @@ class ClusterParts:
         """A call of the rollout worker that may have to wait for requests in flight."""
         seconds = self.config.rollout.rollout_timeout_seconds + self.config.cluster.worker_start_timeout_seconds
         return await _ask(getattr(self.rollout, name).remote(*args), f"rollout worker: {name}", seconds)
-
-    async def _ask_trainer(self, ref: Any, what: str) -> Any:
-        return await _ask(ref, f"train worker: {what}", self.config.cluster.train_timeout_seconds)
 
 
 async def _ask(ref: Any, what: str, seconds: float) -> Any:
@@ -282,7 +276,7 @@ class _Attempt:
             parts = self._parts = ClusterParts(config, schedule, self.outputs, workers)
             if workers.rollout is not None and workers.trainer is not None:
                 plan = _transport(config, places, self.outputs.folder.path)
-                await _ask(workers.trainer.connect.remote(plan), "the sending end of the weights", CLOSE_SECONDS)
+                await workers.trainer.connect(plan)
             await parts.publish(schedule.start_rollout_id)
             progress.start(schedule.num_rollout, schedule.start_rollout_id)
             lease: Lease = parts if config.cluster.colocate else FreeLease()
@@ -299,9 +293,7 @@ class _Attempt:
         schedule = schedule_of(session, num_prompts)
         waits = []
         if workers.trainer is not None:
-            path = None if checkpoint is None else str(checkpoint.path)
-            ref = workers.trainer.build.remote(schedule.num_rollout, path)
-            waits.append(_ask(ref, "the train worker to load its model", seconds))
+            waits.append(workers.trainer.build(schedule.num_rollout, checkpoint))
         if workers.rollout is not None:
             waits.append(_ask(workers.rollout.open.remote(), "the engines to load their model", seconds))
             if checkpoint is not None:
@@ -333,8 +325,7 @@ def _start_workers(session: Session, places: Places, teacher: str | None) -> Wor
             .remote(setup, places)
         )
     if places.train:
-        options = worker_options(config, places, places.train[0], shares=config.cluster.colocate)
-        trainer = ray.remote(TrainActor).options(**options).remote(setup, teacher)
+        trainer = TrainGroup(setup, places, teacher, session.progress.warn)
     return Workers(places, rollout, trainer)
 
 
@@ -352,12 +343,12 @@ def _transport(config: Config, places: Places, folder: Path) -> TransportPlan:
 
 
 async def _end(workers: Workers) -> None:
-    """Let the workers end what they hold, then end them."""
+    """Let the workers end what they hold, all at once, then end them."""
     import ray
 
-    for worker in (workers.rollout, workers.trainer):
-        if worker is None:
-            continue
-        with suppress(TreadleError):  # it may be lost already
-            await settle(worker.close.remote(), "a worker to end", CLOSE_SECONDS)
-        ray.kill(worker)
+    actors = [*([] if workers.rollout is None else [workers.rollout])]
+    actors += [] if workers.trainer is None else workers.trainer.actors
+    ends = [settle(actor.close.remote(), "a worker to end", CLOSE_SECONDS) for actor in actors]
+    await asyncio.gather(*ends, return_exceptions=True)  # one of them may be lost already
+    for actor in actors:
+        ray.kill(actor)

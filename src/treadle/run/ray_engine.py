@@ -14,6 +14,7 @@ from treadle.rollout.engines.torch_engine import TorchEngine
 from treadle.run import build
 from treadle.run.ray_calls import ask_engine
 from treadle.run.worker_setup import WorkerSetup, enter_worker
+from treadle.training.host_memory import HostCopies
 from treadle.types import Completion, SamplingParams
 from treadle.weights import Offer, ServedWeights
 from treadle.weights.base import WeightReceiver
@@ -29,6 +30,7 @@ class EngineActor:
         self._engine: TorchEngine | None = None
         self._served: ServedWeights | None = None
         self._receivers: dict[str, WeightReceiver] = {}
+        self._host = HostCopies()
 
     @property
     def engine(self) -> TorchEngine:
@@ -73,25 +75,15 @@ class EngineActor:
         await self.engine.resume()
 
     async def sleep(self) -> None:
-        """Free keys and values, and move the model's own copy off the GPU."""
+        """Free keys and values, and the device's memory of the model's own copy, which goes to the host."""
         await self.engine.sleep()
-        if self.engine.model.device.type == "cuda":
-            await asyncio.to_thread(self._move, "cpu")
+        model = self.engine.model
+        await asyncio.to_thread(self._host.sleep, [*model.parameters(), *model.buffers()])
 
     async def wake(self, part: EnginePart) -> None:
-        if part == "weights" and build.pick_device(self._setup.config.model.device).type == "cuda":
-            await asyncio.to_thread(self._move, "cuda")
+        if part == "weights" and self._host.is_asleep:
+            await asyncio.to_thread(self._host.wake)
         await self.engine.wake(part)
-
-    def _move(self, device: str) -> None:
-        self.engine.model.to(device)
-        if self._served is not None:  # the parameters have new memory: the ends are made anew on it
-            version = self._served.version
-            parameters = dict(self.engine.model.named_parameters())
-            self._served = ServedWeights(parameters, self.engine.set_version, version)
-            for receiver in self._receivers.values():
-                receiver.close()
-            self._receivers.clear()
 
     async def health(self) -> None:
         await self.engine.health()

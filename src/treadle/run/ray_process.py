@@ -46,7 +46,7 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
             )
         else:
             ray.init(address=cluster.ray_address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a node that is slow to start is a bare Exception
         line = (str(error).splitlines() or [repr(error)])[0]
         where = "can't start Ray" if own else f"no Ray at {cluster.ray_address}"
         raise ConfigError(f"{where}: {line}; check --ray-address and `ray status`") from error

@@ -1,62 +1,31 @@
-"""The workers of a cluster run: one that collects rollouts from the engines, and one that trains.
-
-They are plain classes; `cluster.py` has Ray start them in processes of their own. What goes between them is groups,
-metrics and JSON values; weights go by a transport, never through here.
-"""
+"""The worker that collects rollouts: prompts, rewards, evaluation sets, and the pool of engines it starts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import psutil
-import torch
 
 from treadle.chat import load_codec
 from treadle.data import PromptSource
 from treadle.errors import EngineLostError
-from treadle.metrics import Metric, metric
 from treadle.models.load import context_length, load_config
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.pool import EnginePool, OnPublish, PoolLimits
 from treadle.rollout.filters import load_filter
 from treadle.run import build
 from treadle.run.loop import Collection
+from treadle.run.notes import Note, Notes
 from treadle.run.placement import Places, worker_options
 from treadle.run.ray_calls import ask_engine
 from treadle.run.ray_engine import EngineActor, RemoteEngine
 from treadle.run.rollouts import Generation, Rollouts
 from treadle.run.state import random_state, seed_everything, set_random_state
 from treadle.run.worker_setup import WorkerSetup, enter_worker
-from treadle.training.checkpoint import find_checkpoint, save_checkpoint
-from treadle.training.moving import move_trainer
 from treadle.types import Group
-from treadle.weights import Offer, SentWeights, WeightSender
-from treadle.weights.named import HOLDS_EVERYTHING, TransportPlan, open_sender
-
-GIB = 2**30
-
-
-class Notes:
-    """Warnings and notes of a worker, kept until the driver takes them."""
-
-    def __init__(self) -> None:
-        self._lines: list[tuple[str, str]] = []
-
-    def warn(self, text: str) -> None:
-        self._lines.append(("warn", text))
-
-    def note(self, text: str) -> None:
-        self._lines.append(("note", text))
-
-    def take(self) -> list[tuple[str, str]]:
-        """Kind (`warn` or `note`) and text of each line since the last time."""
-        lines, self._lines = self._lines, []
-        return lines
+from treadle.weights import Offer
+from treadle.weights.named import HOLDS_EVERYTHING
 
 
 @dataclass(frozen=True)
@@ -65,12 +34,12 @@ class Glance:
     started anew waits for a publish."""
 
     phase: tuple[str, int, int] | None
-    notes: list[tuple[str, str]]
+    notes: list[Note]
     wants_weights: bool
 
 
 class RolloutActor:
-    """Prompts, rewards, evaluation sets and the pool of engines, which it starts and starts anew. One for a run."""
+    """One for a run. It starts the engines and starts them anew."""
 
     def __init__(self, setup: WorkerSetup, places: Places):
         enter_worker(setup)
@@ -205,94 +174,3 @@ class RolloutActor:
 
     async def close(self) -> None:
         await self._stack.aclose()
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a train worker says of a call: metrics, and notes to show."""
-
-    metrics: Sequence[Metric]
-    notes: list[tuple[str, str]]
-
-
-class TrainActor:
-    """A trainer in a process of its own, and the sending end of the weights. Calls are done one after the other."""
-
-    def __init__(self, setup: WorkerSetup, teacher_path: str | None):
-        enter_worker(setup)
-        self._setup, self._config, self._teacher_path = setup, setup.config, teacher_path
-        self._notes = Notes()
-        self._sender: WeightSender | None = None
-        self._peak_gib = 0.0
-        seed_everything(setup.config.train.seed)
-
-    def build(self, num_rollout: int, checkpoint: str | None) -> None:
-        """Load model, reference, critic and teacher; then the checkpoint."""
-        model = build.load_policy(self._config, self._setup.model_path)
-        self._trainer = build.build_trainer(self._config, model, num_rollout, self._notes, self._teacher_path)
-        if checkpoint is not None:
-            found = find_checkpoint(Path(checkpoint), self._notes.warn)
-            self._trainer.load(found)
-            set_random_state(found.state["random"])
-
-    def train(self, groups: Sequence[Group], rollout_id: int) -> Trained:
-        metrics = self._trainer.train(groups, rollout_id)
-        return Trained([*metrics, *self._memory()], self._notes.take())
-
-    def save(self, folder: Path, done: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint; `state` is what the other parts of the run need to resume."""
-        trainer, codec = self._trainer, load_codec(self._setup.model_path)
-
-        def write_model(path: Path) -> None:
-            trainer.write_model(path)
-            codec.save(path)
-
-        own = {**trainer.state(), "random": random_state(), "dtype": self._config.model.dtype}
-        save_checkpoint(
-            folder,
-            done,
-            write_model=write_model,
-            write_rest=trainer.write_rest,
-            optimizer=trainer.optimizer.state_tensors(),
-            state={**own, **state},
-            config=self._config.model_dump(mode="json"),
-            keep=self._config.checkpoint.keep_checkpoints,
-        )
-
-    # Weights
-
-    def connect(self, plan: TransportPlan) -> None:
-        """Open the sending end."""
-        self._sender = open_sender(plan, SentWeights(dict(self._trainer.model.named_parameters())))
-
-    def offer(self, version: int) -> dict[str, Any]:
-        """Make the weights of now ready; what the engines are to be told."""
-        assert self._sender is not None, "connect first"
-        return self._sender.offer(version).to_json()
-
-    def deliver(self) -> None:
-        """Take part in the exchange, where the transport needs it."""
-        assert self._sender is not None, "offer first"
-        self._sender.deliver()
-
-    # Memory
-
-    def sleep(self) -> None:
-        """Move weights and optimizer off the device; nothing to do on a CPU."""
-        move_trainer(self._trainer, torch.device("cpu"))
-
-    def wake(self) -> None:
-        move_trainer(self._trainer, self._trainer.device)
-
-    def _memory(self) -> list[Metric]:
-        if self._trainer.device.type == "cuda":
-            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        else:
-            now = peak = psutil.Process().memory_info().rss
-        self._peak_gib = max(self._peak_gib, peak / GIB)
-        return [metric("perf/memory_gib", now / GIB), metric("perf/peak_memory_gib", self._peak_gib)]
-
-    def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
