@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from treadle.config import load_config
 from treadle.errors import WorkerLostError
@@ -70,14 +72,9 @@ def run_ray(ray_here: Any, toy_flags: list[str], tmp_path: Path) -> Callable[...
     return run
 
 
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of undisturbed local runs by their extra flags."""
-    return {}
-
-
 @pytest.fixture
-def local_run(whole: dict[str, Path], toy_flags: list[str], tmp_path: Path) -> Path:
+def local_run(toy_flags: list[str], tmp_path: Path) -> Path:
+    """Folder of the same run in one process, undisturbed."""
     folder = tmp_path / "local"
     train(
         load_config(
@@ -90,6 +87,19 @@ def local_run(whole: dict[str, Path], toy_flags: list[str], tmp_path: Path) -> P
 
 def weights(folder: Path) -> bytes:
     return (folder / "checkpoints" / f"rollout_{NUM_ROLLOUT:06d}" / "model" / "model.safetensors").read_bytes()
+
+
+def assert_close_weights(folder: Path, other: Path) -> None:
+    """Ranks add gradients in another order, and may write several files."""
+
+    def read(run: Path) -> dict[str, torch.Tensor]:
+        files = (run / "checkpoints" / f"rollout_{NUM_ROLLOUT:06d}" / "model").glob("*.safetensors")
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+    one, two = read(folder), read(other)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=0, atol=2e-5, msg=name)
 
 
 def drawn(folder: Path) -> list[list[int]]:
@@ -215,6 +225,19 @@ def test_one_step_off(run_ray: Callable[..., Path], read_rows: Callable[[Path], 
     assert all(row["rollout/weight_lag_max"] <= 1 for row in rows)
     if on_publish == "wait":
         assert [row["rollout/weight_lag_max"] for row in rows] == [0, *[1] * (NUM_ROLLOUT - 1)]
+
+
+def test_two_train_workers_end_where_one_does_and_one_that_is_killed_is_resumed(
+    run_ray: Callable[..., Path], local_run: Path, find_workers: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    def find() -> list[Any]:
+        saved = tmp_path / "two" / "checkpoints" / "rollout_000002" / "manifest.json"
+        return find_workers("TrainActor", "train") if saved.is_file() else []
+
+    two = ("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--save-interval", "1")
+    folder = run_ray("two", *two, meanwhile=kill_when(find))
+    assert drawn(folder) == every_prompt_once()
+    assert_close_weights(folder, local_run)
 
 
 def test_taking_turns_on_the_same_devices(run_ray: Callable[..., Path], local_run: Path) -> None:

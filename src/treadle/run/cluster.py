@@ -139,6 +139,12 @@ class ClusterParts:
                 self._engines_asleep = False
         yield
 
+    async def close(self) -> None:
+        """End what still runs beside the loop."""
+        if self._again is not None:
+            self._again.cancel()
+            await asyncio.gather(self._again, return_exceptions=True)
+
     # Their insides
 
     async def _exchange(self, version: int) -> None:
@@ -274,6 +280,7 @@ class _Attempt:
             again = None if self.outputs is None else self.outputs.folder.path
             self.outputs = open_outputs(session, self.name, stack, continues=True, again=again)
             parts = self._parts = ClusterParts(config, schedule, self.outputs, workers)
+            stack.push_async_callback(parts.close)
             if workers.rollout is not None and workers.trainer is not None:
                 plan = _transport(config, places, self.outputs.folder.path)
                 await workers.trainer.connect(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,5 +49,10 @@ def open_sender(plan: TransportPlan, weights: SentWeights) -> WeightSender:
 
 def open_receiver(name: str, served: ServedWeights) -> WeightReceiver:
     """The engine's end of the transport of this name."""
-    kinds = {"shm": ShmReceiver, "disk": DiskReceiver, "disk-delta": DeltaReceiver, "broadcast": BroadcastReceiver}
+    kinds: dict[str, Callable[[ServedWeights], WeightReceiver]] = {
+        "shm": ShmReceiver,
+        "disk": DiskReceiver,
+        "disk-delta": DeltaReceiver,
+        "broadcast": BroadcastReceiver,
+    }
     return kinds[name](served)
