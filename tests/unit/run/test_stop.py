@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -104,6 +106,32 @@ def test_signals_reach_the_stop_and_the_handlers_are_put_back():
     assert (stop.signum, stop.always_saves) == (signal.SIGTERM, True)
     assert told == ["SIGTERM: stopping at the next safe place; once more stops at once"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+STUBBORN = """
+import asyncio, time
+from treadle.run.stop import Stop, stops_on_signals
+
+async def main():
+    with stops_on_signals(Stop(), print):
+        print("ready", flush=True)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:  # the event loop has no turn
+            time.sleep(0.01)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_process_at_once_whatever_it_does(signum):
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signum)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.send_signal(signum)
+    assert process.wait(SECONDS) == 128 + signum
 
 
 def test_how_the_program_ends():
