@@ -9,7 +9,7 @@ Axes: `S` samples, `P` parts of a reward, `T` tokens of many samples one after t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -118,7 +118,7 @@ def compute_advantages(
     settings = AdvantageSettings() if settings is None else settings
     rule = find_estimator(estimator) if isinstance(estimator, str) else estimator
     _check(_SHAPE_NEEDS + _SPREAD_NEEDS, rule, inputs, settings)
-    return spread_advantages(rule, rule.shape(inputs, settings), inputs, settings, sum_over_ranks)
+    return spread_advantages(rule, shape_rewards(rule, inputs, settings), inputs, settings, sum_over_ranks)
 
 
 def shape_rewards(
@@ -126,11 +126,13 @@ def shape_rewards(
 ) -> Float[Tensor, " S"]:
     """The first half of `compute_advantages`: one number per sample, from rewards, ids and lengths alone.
 
-    Groups must be whole; what is per token and computed by a model (`kl`, `values`, logprobs) is not there yet.
+    Groups must be whole. What models say of tokens (`kl`, `values`, logprobs) is withheld: where ranks train, the
+    driver shapes rewards before any model is asked.
     """
     settings = AdvantageSettings() if settings is None else settings
     _check(_SHAPE_NEEDS, rule, inputs, settings)
-    return rule.shape(inputs, settings)
+    known = replace(inputs, kl=None, values=None, student_logprobs=None, teacher_logprobs=None)
+    return rule.shape(known, settings)
 
 
 def spread_advantages(

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.errors import CheckpointError
-from treadle.training.tensor_files import TensorFiles
+from treadle.training.tensor_files import TensorFiles, shape_of
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -154,10 +154,10 @@ def check_same_model(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expe
     for name, tensor in expected.items():
         if name not in tensors:
             raise CheckpointError(f"{where}: it has no weight {name!r}; check --hf-checkpoint")
-        found = tensors.shape(name) if isinstance(tensors, TensorFiles) else tensors[name].shape
-        if tuple(found) != tuple(tensor.shape):
+        found = shape_of(tensors, name)
+        if found != tuple(tensor.shape):
             raise CheckpointError(
-                f"{where}: {name!r} has shape {tuple(found)}, this run's {tuple(tensor.shape)}; check --hf-checkpoint"
+                f"{where}: {name!r} has shape {found}, this run's {tuple(tensor.shape)}; check --hf-checkpoint"
             )
     extra = sorted(set(tensors) - set(expected))
     if extra:

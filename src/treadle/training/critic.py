@@ -23,7 +23,7 @@ from treadle.training.optim import MasterOptimizer
 from treadle.training.packing import PackedBatch
 from treadle.training.parallel import ParallelModel, as_parallel
 from treadle.training.spread import gathered_parameter, stored_parameters, write_model_folder, write_parts
-from treadle.training.tensor_files import TensorFiles
+from treadle.training.tensor_files import Chosen, TensorFiles
 
 OPTIMIZER = "optimizer"
 FOLDER = "critic"
@@ -117,9 +117,11 @@ class Critic:
         """Set weights, AdamW state and schedule from a checkpoint that has a critic."""
         folder = checkpoint.path / FOLDER
         names = [name.removeprefix("model.") for name in self.optimizer.params if name.startswith("model.")]
-        tensors = {f"model.{name}": tensor for name, tensor in stored_parameters(folder, names).items()}
-        tensors |= {f"value_head.{name}": tensor for name, tensor in read_value_head(self.model, folder).items()}
-        known = {name: tensor for name, tensor in tensors.items() if name in self.optimizer.params}
+        body, head = stored_parameters(folder, names), read_value_head(self.model, folder)
+        places = {f"model.{name}": (body, name) for name in body} | {
+            f"value_head.{name}": (head, name) for name in head
+        }
+        known = Chosen({name: place for name, place in places.items() if name in self.optimizer.params})
         check_same_model(checkpoint, known, self.optimizer.params)
         self.optimizer.load_masters(known)
         self.optimizer.load_state_tensors(TensorFiles(folder, OPTIMIZER))

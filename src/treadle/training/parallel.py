@@ -190,7 +190,10 @@ def shard(model: nn.Module, body: PreTrainedModel, grid: Grid, dtype: torch.dtyp
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-            module.set_reduce_scatter_unused_params(True, recurse=False)  # experts that no token of a rank went to
+            if hasattr(
+                module, "set_reduce_scatter_unused_params"
+            ):  # torch 2.13: experts that no token of a rank went to
+                module.set_reduce_scatter_unused_params(True, recurse=False)
     whole.summed = frozenset(
         f"{name}.{weight}"
         for name, module in model.named_modules()

@@ -111,3 +111,30 @@ class TensorFiles(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
         return tuple(self._places[name].get_slice(name).get_shape())
+
+
+class Chosen(Mapping[str, Tensor]):
+    """Tensors of several mappings under names of one's own, read as they are asked for: name → (mapping, its name)."""
+
+    def __init__(self, places: Mapping[str, tuple[Mapping[str, Tensor], str]]):
+        self._places = dict(places)
+
+    def __getitem__(self, name: str) -> Tensor:
+        source, own = self._places[name]
+        return source[own]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it where its files say it."""
+        source, own = self._places[name]
+        return shape_of(source, own)
+
+
+def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """The shape of one of the tensors, which is read only if need be."""
+    return tensors.shape(name) if isinstance(tensors, TensorFiles | Chosen) else tuple(tensors[name].shape)
