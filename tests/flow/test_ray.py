@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RUN_SECONDS = 300.0
 NUM_ROLLOUT = 4
+STEPS = ["--rollout-max-response-len", "24", "--num-steps-per-rollout", "4"]  # long enough to be killed in
 EXACT = (
     "rollout/reward_mean",
     "rollout/response_length_mean",
@@ -42,19 +43,21 @@ EXACT = (
 def run_ray(ray_here: Any, toy_flags: list[str], tmp_path: Path) -> Callable[..., Path]:
     """`run_ray("name", *flags, meanwhile=None)`: a run over workers in this process; returns its folder.
 
-    `meanwhile` is called in a thread that ends with the run: it has `RUN_SECONDS`.
+    `meanwhile` is called in a thread, with an event that is set when the run is over.
     """
 
-    def run(name: str, *flags: str, meanwhile: Callable[[], None] | None = None) -> Path:
+    def run(name: str, *flags: str, meanwhile: Callable[[threading.Event], None] | None = None) -> Path:
         folder = tmp_path / name
         words = [*toy_flags, "--runtime", "ray", "--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(folder)]
+        words += STEPS
         words += ["--health-check-interval-seconds", "0.5", "--health-check-timeout-seconds", "5", *flags]
         errors: list[BaseException] = []
+        over = threading.Event()
 
         def guarded() -> None:
             assert meanwhile is not None
             try:
-                meanwhile()
+                meanwhile(over)
             except BaseException as error:
                 errors.append(error)
 
@@ -64,6 +67,7 @@ def run_ray(ray_here: Any, toy_flags: list[str], tmp_path: Path) -> Callable[...
         try:
             train(load_config(None, words), "toy")
         finally:
+            over.set()
             if thread is not None:
                 thread.join(RUN_SECONDS)
         assert not errors, errors
@@ -78,7 +82,8 @@ def local_run(toy_flags: list[str], tmp_path: Path) -> Path:
     folder = tmp_path / "local"
     train(
         load_config(
-            None, [*toy_flags, "--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(folder), "--save-interval", "1"]
+            None,
+            [*toy_flags, *STEPS, "--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(folder), "--save-interval", "1"],
         ),
         "toy",
     )
@@ -117,12 +122,11 @@ def every_prompt_once() -> list[list[int]]:
     return [list(range(4 * i, 4 * i + 4)) for i in range(NUM_ROLLOUT)]
 
 
-def kill_when(find: Callable[[], list[Any]], signum: int = signal.SIGKILL) -> Callable[[], None]:
+def kill_when(find: Callable[[], list[Any]], signum: int = signal.SIGKILL) -> Callable[[threading.Event], None]:
     """Send the signal to the first process that `find` gives, as soon as it gives one."""
 
-    def wait_and_kill() -> None:
-        deadline = time.monotonic() + RUN_SECONDS
-        while time.monotonic() < deadline:
+    def wait_and_kill(over: threading.Event) -> None:
+        while not over.is_set():
             found = find()
             if found:
                 os.kill(found[0].pid, signum)
