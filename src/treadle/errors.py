@@ -28,6 +28,14 @@ class EngineError(TreadleError, RuntimeError):
     """A rollout engine refused a request or failed."""
 
 
+class EngineLostError(EngineError):
+    """An engine's process died or stopped answering; its requests can be given to another."""
+
+
+class WorkerLostError(TreadleError, RuntimeError):
+    """A worker of a cluster died or stopped answering; the run can go on from its last checkpoint."""
+
+
 class RewardError(TreadleError, RuntimeError):
     """A reward can't be built from its name or path."""
 

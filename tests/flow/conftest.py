@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,3 +39,30 @@ def read_rows() -> Callable[[Path], list[dict]]:
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[Any]:
+    """A small Ray of this process, on loopback, with 16 logical CPUs; runs inside the process use it."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # before ray is imported: its servers listen on loopback
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'treadle[ray]')")
+    ray.init(num_cpus=16, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def find_workers() -> Callable[..., list[Any]]:
+    """`find_workers("EngineActor", "generate")`: processes below this one that run a method of a worker, or any."""
+    import psutil
+
+    def find(actor: str, method: str = "") -> list[Any]:
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+                if process.cmdline()[0].startswith(f"ray::{actor}{'.' + method if method else ''}"):
+                    found.append(process)
+        return found
+
+    return find

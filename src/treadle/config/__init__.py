@@ -8,6 +8,7 @@ from treadle.config.recipe import to_toml
 from treadle.config.sections import (
     AlgorithmSection,
     CheckpointSection,
+    ClusterSection,
     Config,
     CriticSection,
     DataSection,
@@ -28,6 +29,7 @@ __all__ = [
     "AlgorithmSection",
     "BatchArithmetic",
     "CheckpointSection",
+    "ClusterSection",
     "Config",
     "CriticSection",
     "DataSection",

@@ -10,15 +10,11 @@ from __future__ import annotations
 # fmt: off  # one field a line: it is a table
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from treadle.config.cluster import ClusterSection
 from treadle.config.names import reward_names
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+from treadle.config.section import Section
 
 
 class ModelSection(Section):
@@ -469,4 +465,5 @@ class Config(Section):
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     observe: ObserveSection = Field(default_factory=ObserveSection)
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
     debug: DebugSection = Field(default_factory=DebugSection)

@@ -16,6 +16,7 @@ from treadle.models.load import compute_dtype, context_length, load_config, load
 from treadle.models.value import value_model_of
 from treadle.observe.progress import Progress
 from treadle.rollout.conversation import Conversation, TurnLimits
+from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
 from treadle.rollout.envs import load_environment
 from treadle.rollout.manager import RolloutManager
@@ -176,19 +177,27 @@ def build_trainer(
     return Trainer(policy, config, arithmetic, policy_steps, reference, progress.warn, critic, teacher)
 
 
-async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, stack: AsyncExitStack) -> RolloutManager:
-    """The embedded engine on this module, and the manager that feeds it."""
+def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec) -> TorchEngine:
+    """The embedded engine on this module."""
     rollout = config.rollout
     assert rollout.rollout_engine == "torch"  # the only one so far
-    engine = TorchEngine(
-        model,
-        codec,
-        EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), config.model.fused_ops),
-    )
+    limits = EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), config.model.fused_ops)
+    return TorchEngine(model, codec, limits)
+
+
+async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, stack: AsyncExitStack) -> RolloutManager:
+    """The embedded engine on this module, and the manager that feeds it."""
+    engine = open_torch_engine(config, model, codec)
     stack.push_async_callback(engine.close)
+    return manager_of(config, engine, codec, context_length(model.config))
+
+
+def manager_of(config: Config, engine: Engine, codec: Codec, max_length: int) -> RolloutManager:
+    """The manager that feeds an engine whose model has a context of `max_length`."""
+    rollout = config.rollout
     conversation = None
     if rollout.custom_env_path is not None:
-        limits = TurnLimits(rollout.env_max_turns, rollout.env_timeout_seconds, context_length(model.config))
+        limits = TurnLimits(rollout.env_max_turns, rollout.env_timeout_seconds, max_length)
         conversation = Conversation(engine, codec, load_environment(rollout.custom_env_path), limits)
     return RolloutManager(
         engine,

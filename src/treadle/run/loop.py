@@ -15,6 +15,7 @@ from typing import Protocol
 
 from treadle.metrics import Metric, metric
 from treadle.run.lease import Lease
+from treadle.run.stop import Stop
 from treadle.types import Group
 
 
@@ -30,7 +31,8 @@ class Collection:
 class Schedule:
     """Which rollouts run, and what is done between them; an interval of None means never.
 
-    An evaluation or a save with id `i` stands for the weights after i rollouts.
+    An evaluation or a save with id `i` stands for the weights after i rollouts. `can_save` is False where there is no
+    trainer.
     """
 
     start_rollout_id: int
@@ -38,6 +40,7 @@ class Schedule:
     eval_interval: int | None = None
     save_interval: int | None = None
     max_lag: int = 0
+    can_save: bool = True
 
     def is_eval_due(self, done: int) -> bool:
         if self.eval_interval is None:
@@ -48,6 +51,10 @@ class Schedule:
         if self.save_interval is None:
             return False
         return done % self.save_interval == 0 or done >= self.num_rollout
+
+    def saves_when(self, stop: Stop) -> bool:
+        """True where a run that is stopped writes a checkpoint."""
+        return self.can_save and stop.requested and (self.save_interval is not None or stop.always_saves)
 
 
 class Parts(Protocol):
@@ -78,33 +85,48 @@ class Parts(Protocol):
         ...
 
 
-async def train_loop(parts: Parts, lease: Lease, schedule: Schedule) -> None:
-    """Run rollouts `start_rollout_id` to `num_rollout` - 1; whatever a part raises ends the loop."""
+async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop | None = None) -> None:
+    """Run rollouts `start_rollout_id` to `num_rollout` - 1; whatever a part raises ends the loop.
+
+    A stop gives up what is being generated, finishes a training step that runs, saves, and ends the loop.
+    """
+    stop = stop or Stop()
     start, end = schedule.start_rollout_id, schedule.num_rollout
     in_flight: deque[asyncio.Task[Collection]] = deque()
-    next_id = start
+    next_id = done = saved = start
     carried: list[Metric] = []  # of a save: the line of its own rollout is written before it
-    if schedule.is_eval_due(start):
-        async with lease.hold("rollout"):
-            await parts.evaluate(start)
     try:
+        if schedule.is_eval_due(start):
+            await _evaluate(parts, lease, start, stop)
         for rollout_id in range(start, end):
+            if stop.requested:
+                break
             began = time.perf_counter()
             async with lease.hold("rollout"):
                 while next_id < end and next_id <= rollout_id + schedule.max_lag:
                     in_flight.append(asyncio.create_task(parts.collect(next_id)))
                     next_id += 1
-                collection = await in_flight.popleft()
+                collection = await stop.unless(in_flight.popleft())
+            if collection is None:
+                break
             async with lease.hold("training"):
                 metrics = [*collection.metrics, *await parts.train(rollout_id, collection.groups)]
             metrics += await parts.publish(rollout_id + 1)
             metrics += [metric("perf/step_seconds", time.perf_counter() - began), *carried]
             parts.record(rollout_id, metrics)
-            carried = list(await parts.save(rollout_id + 1)) if schedule.is_save_due(rollout_id + 1) else []
-            if schedule.is_eval_due(rollout_id + 1):
-                async with lease.hold("rollout"):
-                    await parts.evaluate(rollout_id + 1)
+            done, carried = rollout_id + 1, []
+            if schedule.is_save_due(done):
+                carried, saved = list(await parts.save(done)), done
+            if schedule.is_eval_due(done):
+                await _evaluate(parts, lease, done, stop)
     finally:
         for task in in_flight:
             task.cancel()
         await asyncio.gather(*in_flight, return_exceptions=True)
+    if saved < done and schedule.saves_when(stop):
+        await parts.save(done)
+
+
+async def _evaluate(parts: Parts, lease: Lease, done: int, stop: Stop) -> None:
+    async with lease.hold("rollout"):
+        await stop.unless(asyncio.create_task(parts.evaluate(done)))

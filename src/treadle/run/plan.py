@@ -40,6 +40,7 @@ def make_plan(
         _rows(_model_rows(shape)),
         _rows(_run_rows(config, sizes, length)),
         _rows(_training_rows(config, length)),
+        _rows(_cluster_rows(config)),
         _rows(_evaluation_rows(config, sizes, length)),
         _rows(_written_rows(config, shape, recipe_name)),
         _memory_block(config, shape, machine),
@@ -220,6 +221,19 @@ def _schedule(config: Config, total_steps: int) -> str:
         course = f"{optim.lr_decay_style} decay to {optim.min_lr:g} at step {end} of {total_steps}"
     rest = f"weight decay {optim.weight_decay:g} · gradient clipped to {optim.clip_grad:g}"
     return f"lr {optim.lr:g}: {warmup}{course} · {rest}"
+
+
+def _cluster_rows(config: Config) -> Iterator[Row]:
+    cluster = config.cluster
+    if cluster.runtime == "local":
+        return
+    where = f"Ray at {cluster.ray_address}" if cluster.ray_address else "a Ray of its own"
+    workers = [] if config.debug.debug_rollout_only else [_count(cluster.num_train_workers, "train worker")]
+    workers += [] if config.debug.debug_train_only else [_count(cluster.num_engines, "engine")]
+    shared = " on the same devices, taking turns" if cluster.colocate else ""
+    yield "runtime", f"{where} · {' and '.join(workers)}{shared} · weights by {cluster.weight_transport}"
+    if cluster.max_lag:
+        yield "", f"generation runs up to {_count(cluster.max_lag, 'rollout')} ahead of the weights"
 
 
 def _evaluation_rows(config: Config, sizes: DataSizes, length: RunLength) -> Iterator[Row]:

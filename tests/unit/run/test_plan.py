@@ -53,6 +53,17 @@ def test_batch_arithmetic_and_length():
     assert "warnings" not in page
 
 
+def test_a_cluster_is_said_in_a_line():
+    assert "runtime" not in plan()
+    page = plan("--runtime", "ray", "--rollout-num-gpus", "3", "--max-lag", "1", "--rollout-correction", "tis")
+    assert row(page, "runtime") == "a Ray of its own · 1 train worker and 3 engines · weights by auto"
+    assert "generation runs up to 1 rollout ahead of the weights" in page
+    page = plan("--runtime", "ray", "--ray-address", "auto", "--colocate")
+    assert row(page, "runtime").startswith(
+        "Ray at auto · 1 train worker and 1 engine on the same devices, taking turns"
+    )
+
+
 def test_epochs_and_their_remainder():
     page = plan("--num-rollout", "None", "--num-epoch", "2", sizes=DataSizes(100, num_dropped=7))
     assert row(page, "run   ") == "12 rollouts · 12 optimizer steps · 1536 samples · 1.92 epochs"

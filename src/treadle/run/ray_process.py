@@ -1,0 +1,56 @@
+"""The Ray that a run uses: one that is there already, one that is joined, or one that is started and ended with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from treadle.config import ClusterSection
+from treadle.errors import ConfigError
+from treadle.observe.progress import Progress
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@contextmanager
+def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
+    """Have Ray inside the `with`; yields whether the cluster may grow beyond what it has now.
+
+    Raises `ConfigError` where Ray is not installed or the address does not answer.
+    """
+    own = cluster.ray_address is None
+    if own and cluster.ray_bind_address in LOOPBACK:
+        # Ray's switch for nodes that are alone: all its servers then listen on loopback. Read when it is imported.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("runtime = ray needs Ray: pip install 'treadle[ray]', or use --runtime local") from error
+    if ray.is_initialized():  # by whoever calls us, who also ends it
+        yield True
+        return
+    progress.phase("starting Ray" if own else f"joining Ray at {cluster.ray_address}")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if own:
+            bind = None if cluster.ray_bind_address in LOOPBACK else cluster.ray_bind_address
+            ray.init(
+                num_cpus=cluster.ray_num_cpus,
+                include_dashboard=cluster.ray_dashboard,
+                dashboard_host=cluster.ray_bind_address,
+                _node_ip_address=bind,
+                **quiet,
+            )
+        else:
+            ray.init(address=cluster.ray_address, **quiet)
+    except Exception as error:  # a node that is slow to start is a bare Exception
+        line = (str(error).splitlines() or [repr(error)])[0]
+        where = "can't start Ray" if own else f"no Ray at {cluster.ray_address}"
+        raise ConfigError(f"{where}: {line}; check --ray-address and `ray status`") from error
+    try:
+        yield not own
+    finally:
+        ray.shutdown()

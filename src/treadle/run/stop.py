@@ -1,0 +1,90 @@
+"""Stopping a run from outside: SIGTERM and Ctrl-C end it at the next safe place, a second one at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SHOW_CURSOR = b"\x1b[?25h\n"
+
+
+class Stop:
+    """A wish to stop; `signum` is the signal that brought it, None while there is none."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._asked = asyncio.Event()
+
+    @property
+    def requested(self) -> bool:
+        return self.signum is not None
+
+    @property
+    def always_saves(self) -> bool:
+        """True where a machine is taken away: what was learned is kept even if no checkpoints were asked for."""
+        return self.signum == signal.SIGTERM
+
+    def request(self, signum: int) -> None:
+        self.signum = signum
+        self._asked.set()
+
+    async def unless(self, task: asyncio.Task[Result]) -> Result | None:
+        """The task's result, or None where a stop comes first: the task is cancelled then, and has ended."""
+        waiting = asyncio.create_task(self._asked.wait())
+        try:
+            await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            return None
+        finally:
+            waiting.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+
+@contextmanager
+def stops_on_signals(stop: Stop, told: Callable[[str], None]) -> Iterator[None]:
+    """While inside, SIGTERM and SIGINT request the stop, and a second one ends the process; `told` hears of the first.
+
+    Signals reach the main thread only: elsewhere nothing is installed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def handle(signum: int, _frame: object) -> None:
+        if stop.requested:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), _SHOW_CURSOR)
+            os._exit(128 + signum)  # threads may be deep in a step: nothing gentler is at once
+        stop.signum = signum
+        loop.call_soon_threadsafe(stop.request, signum)
+        loop.call_soon_threadsafe(
+            told, f"{signal.Signals(signum).name}: stopping at the next safe place; once more stops at once"
+        )
+
+    before = {signum: signal.signal(signum, handle) for signum in _SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def leave(signum: int | None) -> None:
+    """End the program the way it was asked to: `KeyboardInterrupt`, or exit code 143 for SIGTERM; nothing for None."""
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    if signum is not None:
+        raise SystemExit(128 + signum)

@@ -1,0 +1,157 @@
+"""Ray's side of a run: where workers go, two nodes, what can't be placed, and signals to a run of its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from treadle.config import Config
+from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError
+from treadle.run import placement
+from treadle.run.ray_calls import settle
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+RUN_SECONDS = 300.0
+MakeConfig = Callable[..., Config]
+
+
+def place(config: Config, notes: list[str], **how: bool) -> placement.Places:
+    return asyncio.run(placement.place(config, notes.append, **{"trains": True, "generates": True, **how}))
+
+
+def test_workers_get_bundles_in_order_and_give_them_back(ray_here: Any, make_config: MakeConfig) -> None:
+    before = ray_here.available_resources()["CPU"]
+    config = make_config(runtime="ray", rollout_num_gpus=2, num_cpus_per_worker=2)
+    places = place(config, [], can_grow=False)
+    assert (len(places.train), len(places.engines)) == (1, 2)
+    assert len({bundle.index for bundle in (*places.train, *places.engines)}) == 3
+    assert places.on_one_node
+    assert not places.uses_gpus
+    placement.release(places)
+    asyncio.run(placement.until_gone(places, 20.0))
+    deadline = time.monotonic() + 20
+    while ray_here.available_resources().get("CPU", 0) < before:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_taking_turns_is_in_the_same_bundles(ray_here: Any, make_config: MakeConfig) -> None:
+    places = place(make_config(runtime="ray", colocate=True), [], can_grow=False)
+    assert places.train == places.engines
+    placement.release(places)
+
+
+def test_more_than_there_is_and_will_be_is_refused_at_once(ray_here: Any, make_config: MakeConfig) -> None:
+    config = make_config(runtime="ray", rollout_num_gpus=99)
+    with pytest.raises(
+        ConfigError, match=r"wants 100 workers with 1 CPU each, this Ray has .* of 16 CPU free on 1 node;"
+    ):
+        place(config, [], can_grow=False)
+
+
+def test_while_it_waits_it_says_what_is_wanted_and_what_is_free(
+    ray_here: Any, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "SAY_EVERY_SECONDS", 0.5)
+    notes: list[str] = []
+    config = make_config(runtime="ray", rollout_num_gpus=99, placement_timeout_seconds=2.2)
+    with pytest.raises(DeadlineError, match=r"waited 2.2 s for 100 workers with 1 CPU each; .* --rollout-num-gpus"):
+        place(config, notes, can_grow=True)
+    assert len(notes) >= 3
+    assert "waiting for 100 workers with 1 CPU each; the cluster has" in notes[0]
+
+
+class Refuses:
+    """A worker that does not start, or fails when asked."""
+
+    def __init__(self, *, starts: bool):
+        if not starts:
+            raise ConfigError("the run's folder is not here")
+
+    def ask(self, how: str) -> str:
+        if how == "ours":
+            raise EngineError("too long a prompt")
+        if how == "theirs":
+            raise KeyError("weight")
+        time.sleep(5)
+        return "late"
+
+
+@pytest.mark.parametrize(
+    ("starts", "how", "kind", "text"),
+    [
+        (False, "ours", TreadleError, "the question: its worker did not start: .*the run's folder is not here"),
+        (True, "ours", EngineError, "^too long a prompt$"),
+        (True, "theirs", TreadleError, "the question failed: KeyError: 'weight'"),
+        (True, "late", DeadlineError, "^waited 0.5 s for the question$"),
+    ],
+)
+def test_what_a_call_of_a_worker_can_end_in(ray_here: Any, starts: bool, how: str, kind: type, text: str) -> None:
+    worker = ray_here.remote(Refuses).options(num_cpus=0).remote(starts=starts)
+    with pytest.raises(kind, match=text):
+        asyncio.run(settle(worker.ask.remote(how), "the question", 0.5 if how == "late" else 60.0))
+    ray_here.kill(worker)
+
+
+def start(flags: list[str], folder: Path, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "treadle", "train", *flags, "--run-dir", str(folder), "--runtime", "ray", *more]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def rows_of(folder: Path) -> list[dict]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def test_two_nodes(ray_here: Any, toy_flags: list[str], tmp_path: Path) -> None:
+    """The trainer on one node, an engine on the other: weights are broadcast."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False},
+    )
+    try:
+        cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
+        process = start(toy_flags, tmp_path / "run", "--num-rollout", "2", "--ray-address", cluster.address)
+        output, _ = process.communicate(timeout=RUN_SECONDS)
+        assert process.returncode == 0, output.decode()
+        assert [row["rollout_id"] for row in rows_of(tmp_path / "run")] == [0, 1]
+        assert all(row["rollout/weight_lag_max"] == 0 for row in rows_of(tmp_path / "run"))
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_no_process(
+    ray_here: Any, toy_flags: list[str], tmp_path: Path, signum: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    process = start(toy_flags, folder, "--num-rollout", "1000", "--ray-num-cpus", "4", "--save-interval", "1000")
+    deadline = time.monotonic() + RUN_SECONDS
+    while len(rows_of(folder)) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stdout.read().decode()
+        time.sleep(0.05)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == (143 if signum == signal.SIGTERM else 130), output.decode()
+    done = len(rows_of(folder))
+    assert (folder / "checkpoints" / "latest").read_text().strip() == f"rollout_{done:06d}"
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive

@@ -1,0 +1,74 @@
+"""Settings of a cluster that do nothing or contradict each other are named before anything starts."""
+
+import pytest
+
+from treadle.config.rules_cluster import CLUSTER_RULES, evaluation_is_local
+
+FAULTS = [
+    ({"max_lag": 1}, "max_lag = 1 needs runtime = ray"),
+    ({"runtime": "ray", "rollout_num_gpus_per_engine": 2}, "the torch engine runs on one"),
+    ({"runtime": "ray", "colocate": True, "rollout_num_gpus": 2}, "the engines live on the 1 that train"),
+    ({"runtime": "ray", "colocate": True, "max_lag": 1}, "max_lag = 1 with colocate"),
+    ({"runtime": "ray", "max_lag": 1, "debug_rollout_only": True}, "needs both halves of the loop"),
+]
+WARNINGS = [
+    ({"rollout_num_gpus": 2, "colocate": True}, "rollout_num_gpus, colocate do nothing with runtime = local"),
+    ({"runtime": "ray", "offload_train": False}, "offload_train = false does nothing without colocate"),
+    ({"runtime": "ray", "on_publish": "abort"}, "on_publish = abort does nothing with max_lag = 0"),
+    ({"runtime": "ray", "max_lag": 1}, "rollout_correction"),
+    ({"runtime": "ray", "weight_folder": "/x"}, "read by the disk transports only"),
+    ({"runtime": "ray", "ray_address": "auto", "ray_num_cpus": 3}, "ray_num_cpus does nothing with ray_address"),
+    ({"runtime": "ray", "ray_address": "auto", "ray_bind_address": "10.0.0.1"}, "ray_bind_address does nothing"),
+    ({"runtime": "ray", "ray_address": "auto", "ray_dashboard": True}, "ray_dashboard does nothing"),
+]
+FINE = [
+    {},
+    {"runtime": "ray"},
+    {"runtime": "ray", "rollout_num_gpus": 3, "ray_num_cpus": 8},
+    {"runtime": "ray", "colocate": True, "rollout_num_gpus": 1, "offload_train": False},
+    {"runtime": "ray", "max_lag": 2, "on_publish": "pause", "rollout_correction": "tis"},
+    {"runtime": "ray", "weight_transport": "disk", "weight_folder": "/x"},
+]
+
+
+def findings(config):
+    return [finding for rule in CLUSTER_RULES for finding in rule(config)]
+
+
+@pytest.mark.parametrize(("fields", "text"), FAULTS)
+def test_what_is_refused(make_config, fields, text):
+    faults = [finding.text for finding in findings(make_config(**fields)) if finding.fatal]
+    assert len(faults) == 1
+    assert text in faults[0]
+
+
+@pytest.mark.parametrize(("fields", "text"), WARNINGS)
+def test_what_is_warned_of(make_config, fields, text):
+    found = findings(make_config(**fields))
+    assert [finding.fatal for finding in found] == [False]
+    assert text in found[0].text
+
+
+@pytest.mark.parametrize("fields", FINE)
+def test_what_is_fine(make_config, fields):
+    assert findings(make_config(**fields)) == []
+
+
+def test_evaluation_says_that_it_runs_in_one_process(make_config):
+    assert list(evaluation_is_local(make_config())) == []
+    (found,) = evaluation_is_local(make_config(runtime="ray"))
+    assert (found.fatal, "one process" in found.text) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "train", "engines"),
+    [
+        ({}, 1, 1),
+        ({"rollout_num_gpus": 3}, 1, 3),
+        ({"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}, 1, 2),
+        ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 4}, 8, 8),
+    ],
+)
+def test_how_many_workers_there_are(make_config, fields, train, engines):
+    cluster = make_config(**fields).cluster
+    assert (cluster.num_train_workers, cluster.num_engines) == (train, engines)
