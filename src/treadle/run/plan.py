@@ -228,10 +228,16 @@ def _cluster_rows(config: Config) -> Iterator[Row]:
     if cluster.runtime == "local":
         return
     where = f"Ray at {cluster.ray_address}" if cluster.ray_address else "a Ray of its own"
-    workers = [] if config.debug.debug_rollout_only else [_count(cluster.num_train_workers, "train worker")]
-    workers += [] if config.debug.debug_train_only else [_count(cluster.num_engines, "engine")]
+    trains, generates = not config.debug.debug_rollout_only, not config.debug.debug_train_only
+    kinds = (
+        ("train worker", cluster.num_train_workers if trains else 0),
+        ("critic worker", cluster.num_critic_workers if trains else 0),
+        ("engine", cluster.num_engines if generates else 0),
+    )
+    workers = [_count(number, kind) for kind, number in kinds if number]
+    listed = " and ".join([", ".join(workers[:-1]), workers[-1]] if len(workers) > 1 else workers)
     shared = " on the same devices, taking turns" if cluster.colocate else ""
-    yield "runtime", f"{where} · {' and '.join(workers)}{shared} · weights by {cluster.weight_transport}"
+    yield "runtime", f"{where} · {listed}{shared} · weights by {cluster.weight_transport}"
     if cluster.max_lag:
         yield "", f"generation runs up to {_count(cluster.max_lag, 'rollout')} ahead of the weights"
 
