@@ -70,6 +70,7 @@ def test_a_resumed_ppo_run_ends_with_the_same_bytes(toy_flags: list[str], tmp_pa
     ("flags", "message"),
     [
         (["--critic-lr", "1e-4"], "critic_lr = 0.0001 does nothing with grpo: only ppo has a critic"),
+        (["--critic-num-nodes", "1"], "critic_num_nodes = 1 does nothing with grpo: only ppo has a critic"),
         (["--lambd", "0.9"], "lambd = 0.9 does nothing with grpo"),
         (["--advantage-estimator", "ppo", "--num-critic-only-steps", "5"], "the policy would never be trained"),
         (["--opsm-delta", "0.1"], "opsm_delta = 0.1 does nothing with one optimizer step a rollout"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -29,6 +30,12 @@ class ClusterSection(Section):
     actor_num_nodes: int = Field(1, ge=1, description="Nodes that train.")
     actor_num_gpus_per_node: int = Field(
         1, ge=1, description="Train workers on each of them, one GPU each; CPU workers where the cluster has no GPU."
+    )
+    critic_num_nodes: int | None = Field(
+        None, ge=1, description="Nodes that train the critic alone; where not given it shares the policy's workers."
+    )
+    critic_num_gpus_per_node: int | None = Field(
+        None, ge=1, description="Critic workers on each of them; 1 where only critic_num_nodes is given."
     )
     rollout_num_gpus: int | None = Field(
         None, ge=1, description="GPUs (CPU workers) of all engines together; as many as train where not given."
@@ -73,6 +80,22 @@ class ClusterSection(Section):
         return self.actor_num_nodes * self.actor_num_gpus_per_node
 
     @property
+    def critic_numbers(self) -> dict[str, int | None]:
+        """The flags that give the critic workers of its own, by name."""
+        return {
+            "critic_num_nodes": self.critic_num_nodes,
+            "critic_num_gpus_per_node": self.critic_num_gpus_per_node,
+        }
+
+    @property
+    def num_critic_workers(self) -> int:
+        """Workers that train the critic alone; 0 where it shares the policy's."""
+        given = [number for number in self.critic_numbers.values() if number is not None]
+        return math.prod(given) if given else 0
+
+    @property
     def num_engines(self) -> int:
-        """Engines of the run; as many GPUs generate as train where no number is given."""
-        return max(1, (self.rollout_num_gpus or self.num_train_workers) // self.rollout_num_gpus_per_engine)
+        """Engines of the run; as many GPUs generate as train the policy where no number is given, with `colocate` as
+        many as train at all."""
+        own = self.num_critic_workers if self.colocate else 0
+        return max(1, (self.rollout_num_gpus or self.num_train_workers + own) // self.rollout_num_gpus_per_engine)

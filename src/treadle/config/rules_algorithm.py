@@ -177,7 +177,7 @@ def overlong_penalty_is_used(config: Config) -> Iterator[Finding]:
 def critic_is_used(config: Config) -> Iterator[Finding]:
     found = estimator_of(config)
     if found and not found[1].uses_critic:
-        for name, value in config.critic.model_dump().items():
+        for name, value in {**config.critic.model_dump(), **config.cluster.critic_numbers}.items():
             if value != config_fields()[name].default:
                 yield fault(
                     f"{name} = {value} does nothing with {found[0]}: only {_those_with('uses_critic')} has a critic"

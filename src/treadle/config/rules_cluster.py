@@ -29,13 +29,17 @@ def cluster_settings_are_used(config: Config) -> Iterator[Finding]:
 
 
 def train_workers_fill_their_grid(config: Config) -> Iterator[Finding]:
-    count = config.cluster.num_train_workers
+    cluster = config.cluster
     replicate, tensor = config.parallel.fsdp_replicate_size, config.parallel.tensor_parallel_size
-    if config.cluster.runtime == "ray" and count % (replicate * tensor):
-        yield fault(
-            f"actor_num_nodes × actor_num_gpus_per_node = {count} train workers can't be divided into "
-            f"fsdp_replicate_size × tensor_parallel_size = {replicate} × {tensor}"
-        )
+    for group, kind, count in (
+        ("actor", "train", cluster.num_train_workers),
+        ("critic", "critic", cluster.num_critic_workers),
+    ):
+        if cluster.runtime == "ray" and count % (replicate * tensor):
+            yield fault(
+                f"{group}_num_nodes × {group}_num_gpus_per_node = {count} {kind} workers can't be divided into "
+                f"fsdp_replicate_size × tensor_parallel_size = {replicate} × {tensor}"
+            )
 
 
 def engines_share_out_their_gpus(config: Config) -> Iterator[Finding]:
@@ -49,7 +53,7 @@ def engines_share_out_their_gpus(config: Config) -> Iterator[Finding]:
         )
     elif wanted is not None and wanted % each:
         yield fault(f"rollout_num_gpus = {wanted} is not a multiple of rollout_num_gpus_per_engine = {each}")
-    shared = cluster.num_train_workers
+    shared = cluster.num_train_workers + cluster.num_critic_workers
     if cluster.colocate and wanted is not None and wanted > shared:
         yield fault(
             f"rollout_num_gpus = {wanted} with colocate: the engines live on the {shared} that train; lower it, "

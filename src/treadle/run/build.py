@@ -134,6 +134,7 @@ def resolve_objective(config: Config) -> Objective:
     if not objective.needs.values:
         fields = type(config.critic).model_fields
         given = [f"{k} = {v}" for k, v in config.critic.model_dump().items() if v != fields[k].default]
+        given += [f"{k} = {v}" for k, v in config.cluster.critic_numbers.items() if v is not None]
         if given:
             raise ConfigError(f"{', '.join(given)} does nothing with custom_advantage_path {own!r}: it has no critic")
     if objective.needs.groups and config.rollout.n_samples_per_prompt == 1 and not objective.needs.teacher_logprobs:
@@ -149,8 +150,11 @@ def build_trainer(
     num_rollout: int,
     progress: Progress,
     teacher_path: str | None = None,
+    *,
+    critic_elsewhere: bool = False,
 ) -> Trainer:
-    """The trainer, with a reference model where the algorithm uses KL, a critic where it uses values, and the teacher.
+    """The trainer, with a reference model where the algorithm uses KL, a critic where it uses values (unless that is
+    on ranks of its own), and the teacher.
 
     A model on the ranks of a grid makes the trainer of this rank; all ranks call this.
     """
@@ -161,20 +165,22 @@ def build_trainer(
     if objective.needs.ref_logprobs:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
         reference = Reference(_load_frozen(config, path, policy.grid), config.algorithm)
-    steps = arithmetic.num_steps_per_rollout
     critic = None
-    if objective.needs.values:
-        path = resolve(config.critic.critic_load or config.model.hf_checkpoint)
-        dtype = compute_dtype(config.model.dtype, config.model.device)
-        value_model = load_parallel(
-            path, dtype, policy.grid, wrap=value_model_of(Path(path)), fused=config.model.fused_ops
-        )
-        critic = Critic(value_model, config, num_rollout * steps, progress.warn)
+    if objective.needs.values and not critic_elsewhere:
+        critic = build_critic(config, policy.grid, num_rollout, progress.warn)
     teacher = None
     if teacher_path is not None:
         teacher = _load_frozen(config, teacher_path, policy.grid)
-    policy_steps = (num_rollout - config.critic.num_critic_only_steps) * steps
+    policy_steps = (num_rollout - config.critic.num_critic_only_steps) * arithmetic.num_steps_per_rollout
     return Trainer(policy, config, arithmetic, policy_steps, reference, progress.warn, critic, teacher)
+
+
+def build_critic(config: Config, grid: Grid, num_rollout: int, warn: Callable[[str], None]) -> Critic:
+    """The critic on the ranks of a grid, which all call this: those of the policy, or ranks of its own."""
+    path = resolve(config.critic.critic_load or config.model.hf_checkpoint)
+    dtype = compute_dtype(config.model.dtype, config.model.device)
+    value_model = load_parallel(path, dtype, grid, wrap=value_model_of(Path(path)), fused=config.model.fused_ops)
+    return Critic(value_model, config, num_rollout * batch_arithmetic(config).num_steps_per_rollout, warn)
 
 
 def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec) -> TorchEngine:

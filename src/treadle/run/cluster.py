@@ -357,7 +357,7 @@ async def _end(workers: Workers) -> None:
     import ray
 
     actors = [*([] if workers.rollout is None else [workers.rollout])]
-    actors += [] if workers.trainer is None else workers.trainer.actors
+    actors += [] if workers.trainer is None else workers.trainer.all_actors
     ends = [settle(actor.close.remote(), "a worker to end", CLOSE_SECONDS) for actor in actors]
     await asyncio.gather(*ends, return_exceptions=True)  # one of them may be lost already
     for actor in actors:

@@ -1,4 +1,4 @@
-"""How much memory a run takes, by part, and how much the machine has.
+"""How much memory a run takes, by worker and part, and how much the machine has.
 
 Estimates: weights and optimizer are exact; activations are counted from the widths of the linear layers with a factor
 measured on Llama-shaped models (saved tensors of a packed forward pass, within 5 %).
@@ -16,6 +16,8 @@ from treadle.config.names import ADVANTAGE_ESTIMATORS
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _SAVED_PER_LINEAR_WIDTH = 1.2
 """Saved tensors of the body, in units of (input + output width of all its linear layers) per token."""
+_WHOLE_WIDTHS = 7
+"""Sides of a layer's matrices that have the model's width and are whole on tensor-parallel neighbours (Llama's shape)."""
 _LOGIT_TILES = 4
 """Tiles of logits that exist at once."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -54,6 +56,19 @@ class MemoryPart:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """What each of `count` processes of a kind holds when it holds most."""
+
+    kind: str
+    count: int
+    parts: tuple[MemoryPart, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
 class MachineMemory:
     """Memory in bytes, and what has it."""
 
@@ -72,32 +87,85 @@ def gib(num_bytes: float) -> str:
     return f"{value:.2f} GiB" if value < 100 else f"{value:.0f} GiB"
 
 
-def memory_parts(config: Config, shape: ModelShape) -> tuple[MemoryPart, ...]:
-    """What the run holds in memory when it holds most."""
-    parts = list(_generation(config, shape)) if not config.debug.debug_train_only else []
-    if not config.debug.debug_rollout_only:
-        parts = [*_training(config, shape), *parts]
-    return (MemoryPart(f"weights ({shape.dtype})", shape.parameters * _DTYPE_BYTES[shape.dtype]), *parts)
+def memory_of_workers(config: Config, shape: ModelShape) -> tuple[WorkerMemory, ...]:
+    """What each worker of the run holds when it holds most; one process in the local runtime."""
+    cluster, debug = config.cluster, config.debug
+    weights = MemoryPart(f"weights ({shape.dtype})", shape.parameters * _DTYPE_BYTES[shape.dtype])
+    generation = () if debug.debug_train_only else tuple(_generation(config, shape))
+    trains = not debug.debug_rollout_only
+    if cluster.runtime == "local":
+        training = tuple(_training(config, shape, 1)) if trains else ()
+        return (WorkerMemory("process", 1, (weights, *training, *generation)),)
+    found = []
+    if trains:
+        parts = _model(config, shape, cluster.num_train_workers), _training(config, shape, cluster.num_train_workers)
+        found.append(WorkerMemory("train worker", cluster.num_train_workers, tuple(p for of in parts for p in of)))
+        if _has_critic(config) and (own := cluster.num_critic_workers):
+            parts = _model(config, shape, own), _trained_state(config, shape, own), _activations(config, shape, own)
+            found.append(WorkerMemory("critic worker", own, tuple(p for of in parts for p in of)))
+    if generation:
+        found.append(WorkerMemory("engine", cluster.num_engines, (weights, *generation)))
+    return tuple(found)
 
 
-def _training(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
-    parameters = shape.parameters
-    if shape.dtype != "float32":
-        yield MemoryPart("master weights (float32)", parameters * 4)
-    yield MemoryPart("gradients (float32)", parameters * 4)
-    yield MemoryPart("Adam (two moments)", parameters * 8)
-    if config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0:
+def _model(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
+    """The weights a rank computes with: all, or of a sharded model what is gathered at a time."""
+    size = _DTYPE_BYTES[shape.dtype]
+    if ranks == 1:
+        yield MemoryPart(f"weights ({shape.dtype})", shape.parameters * size)
+        return
+    embeddings = shape.vocab_size * shape.hidden_size
+    layer = (shape.parameters - embeddings) / shape.num_layers / config.parallel.tensor_parallel_size
+    yield MemoryPart(f"weights ({shape.dtype})", int(size * (embeddings + 2 * layer)), "gathered: two layers at a time")
+
+
+def _trained_state(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
+    """Masters, gradients and Adam of a model on so many ranks; shards are masters."""
+    parallel, parameters = config.parallel, shape.parameters
+    own = parameters * parallel.fsdp_replicate_size // ranks if ranks > 1 else parameters
+    note = f"a shard, 1/{ranks // parallel.fsdp_replicate_size}" if own < parameters else ""
+    on_host = ranks > 1 and parallel.fsdp_cpu_offload and shape.device == "cuda"
+    if not on_host and (shape.dtype != "float32" or ranks > 1):
+        yield MemoryPart("master weights (float32)", own * 4, note)
+    if ranks == 1:
+        yield MemoryPart("gradients (float32)", parameters * 4)
+    elif parallel.fsdp_sync_every_micro_batch:
+        yield MemoryPart("gradients (float32)", own * 4, note)
+    else:
+        whole = parameters * 4 // parallel.tensor_parallel_size
+        yield MemoryPart("gradients (float32)", whole, "whole until ranks join them")
+    if not on_host:
+        yield MemoryPart("Adam (two moments)", own * 8, note)
+
+
+def _training(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
+    """What a rank of the policy holds beside its weights."""
+    yield from _trained_state(config, shape, ranks)
+    pieces = ranks // config.parallel.fsdp_replicate_size if ranks > 1 else 1
+    frozen_here = ranks == 1 or shape.device != "cuda"  # shards of frozen models stay on the host
+    if frozen_here and (config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0):
         name = config.model.ref_load or "the starting model"
-        yield MemoryPart("reference model", parameters * _DTYPE_BYTES[shape.dtype], name)
-    if shape.teacher_parameters:
-        size = shape.teacher_parameters * _DTYPE_BYTES[shape.dtype]
+        yield MemoryPart("reference model", shape.parameters * _DTYPE_BYTES[shape.dtype] // pieces, name)
+    if frozen_here and shape.teacher_parameters:
+        size = shape.teacher_parameters * _DTYPE_BYTES[shape.dtype] // pieces
         yield MemoryPart("teacher", size, config.model.opd_teacher_load or "")
-    if ADVANTAGE_ESTIMATORS[config.algorithm.advantage_estimator].uses_critic:
-        own = _DTYPE_BYTES[shape.dtype] + (4 if shape.dtype != "float32" else 0) + 12
-        yield MemoryPart("critic", parameters * own, "weights, masters, gradients, Adam")
-    tokens = micro_batch_tokens(config)
-    yield MemoryPart("activations", _activation_bytes(config, shape, tokens), f"a micro-batch of {tokens} tokens")
+    alone = config.cluster.runtime == "ray" and config.cluster.num_critic_workers
+    if _has_critic(config) and not alone:
+        state = [*_model(config, shape, ranks), *_trained_state(config, shape, ranks)]
+        yield MemoryPart("critic", sum(part.num_bytes for part in state), "weights, masters, gradients, Adam")
+    yield from _activations(config, shape, ranks)
     yield MemoryPart("logits", _logit_bytes(shape), "made in tiles")
+
+
+def _has_critic(config: Config) -> bool:
+    return ADVANTAGE_ESTIMATORS[config.algorithm.advantage_estimator].uses_critic
+
+
+def _activations(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
+    tokens = micro_batch_tokens(config)
+    tensor = config.parallel.tensor_parallel_size if ranks > 1 else 1
+    size = _activation_bytes(config, shape, tokens, tensor)
+    yield MemoryPart("activations", size, f"a micro-batch of {tokens} tokens")
 
 
 def _generation(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
@@ -121,14 +189,16 @@ def micro_batch_tokens(config: Config) -> int:
     return min(config.train.micro_batch_size or 1, batch) * longest
 
 
-def _activation_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
+def _activation_bytes(config: Config, shape: ModelShape, tokens: int, tensor: int) -> int:
     size = _DTYPE_BYTES[shape.dtype]
     attended = min(_sample_tokens(config), tokens)
     batched = config.model.attention_backend == "batched" or (
         config.model.attention_backend == "auto" and shape.device == "cpu"
     )
-    scores = shape.num_layers * shape.num_heads * attended * size if batched else 0
-    per_token = _SAVED_PER_LINEAR_WIDTH * size * shape.linear_width + scores
+    scores = shape.num_layers * shape.num_heads * attended * size / tensor if batched else 0
+    whole = min(shape.linear_width, _WHOLE_WIDTHS * shape.num_layers * shape.hidden_size)
+    width = whole + (shape.linear_width - whole) / tensor
+    per_token = _SAVED_PER_LINEAR_WIDTH * size * width + scores
     if config.model.gradient_checkpointing:
         per_token = per_token / shape.num_layers + shape.num_layers * shape.hidden_size * size
     return int(tokens * per_token)

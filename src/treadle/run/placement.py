@@ -31,15 +31,17 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Places:
-    """The bundles of a run: one for each train worker, one for each engine (the first of its GPUs)."""
+    """The bundles of a run: one for each train and critic worker, one for each engine (the first of its GPUs)."""
 
     group: Any
     train: tuple[Bundle, ...]
     engines: tuple[Bundle, ...]
     uses_gpus: bool
+    critic: tuple[Bundle, ...] = ()
 
     @property
     def on_one_node(self) -> bool:
+        """True where weights don't leave a node on their way to the engines."""
         return len({bundle.node_id for bundle in (*self.train, *self.engines)}) == 1
 
 
@@ -54,7 +56,7 @@ def wanted_bundles(
     one: dict[str, float] = {"CPU": cluster.num_cpus_per_worker}
     if uses_gpus:
         one = {"GPU": 1, **one}
-    train = cluster.num_train_workers if trains else 0
+    train = cluster.num_train_workers + cluster.num_critic_workers if trains else 0
     engines = cluster.num_engines * cluster.rollout_num_gpus_per_engine if generates else 0
     count = max(train, engines) if cluster.colocate else train + engines
     return [dict(one) for _ in range(count)]
@@ -91,7 +93,10 @@ async def place(
     uses_gpus = config.model.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
     wanted = wanted_bundles(cluster, uses_gpus, trains=trains, generates=generates)
     text = f"{len(wanted)} workers with {_resources(wanted[0])} each"
-    remedy = "lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, or give the cluster more"
+    critics = ", --critic-num-nodes, --critic-num-gpus-per-node" if cluster.num_critic_workers else ""
+    remedy = (
+        f"lower --actor-num-nodes, --actor-num-gpus-per-node{critics} or --rollout-num-gpus, or give the cluster more"
+    )
     if not can_grow and any(ray.cluster_resources().get(kind, 0) < sum(b[kind] for b in wanted) for kind in wanted[0]):
         raise ConfigError(f"the run wants {text}, this Ray has {_free()}; {remedy} (--ray-num-cpus counts CPUs)")
     group = placement_group(wanted, strategy="PACK")
@@ -151,22 +156,26 @@ async def _sorted_bundles(group: Any, wanted: Sequence[Mapping[str, float]]) -> 
 def _share_out(
     cluster: ClusterSection, group: Any, bundles: Sequence[Bundle], *, trains: bool, generates: bool
 ) -> Places:
-    train = tuple(bundles[: cluster.num_train_workers]) if trains else ()
-    rest = bundles if cluster.colocate or not trains else bundles[len(train) :]
+    num_train, num_critic = (cluster.num_train_workers, cluster.num_critic_workers) if trains else (0, 0)
+    train, critic = tuple(bundles[:num_train]), tuple(bundles[num_train : num_train + num_critic])
+    rest = bundles if cluster.colocate else bundles[num_train + num_critic :]
     each = cluster.rollout_num_gpus_per_engine
     chunks = [rest[i * each : (i + 1) * each] for i in range(cluster.num_engines if generates else 0)]
-    for what, chunk in (*((f"engine {i}", chunk) for i, chunk in enumerate(chunks)), *_nodes(cluster, train)):
+    nodes_of = [
+        *_nodes("training", train, cluster.actor_num_gpus_per_node),
+        *_nodes("critic", critic, cluster.critic_num_gpus_per_node or 1),
+    ]
+    for what, chunk in (*((f"engine {i}", chunk) for i, chunk in enumerate(chunks)), *nodes_of):
         nodes = sorted({bundle.node_ip for bundle in chunk})
         if len({bundle.node_id for bundle in chunk}) > 1:
             raise ConfigError(
                 f"the GPUs of {what} lie on several nodes ({', '.join(nodes)}); choose numbers that fill whole nodes"
             )
-    return Places(group, train, tuple(chunk[0] for chunk in chunks), bundles[0].device >= 0)
+    return Places(group, train, tuple(chunk[0] for chunk in chunks), bundles[0].device >= 0, critic)
 
 
-def _nodes(cluster: ClusterSection, train: Sequence[Bundle]) -> list[tuple[str, Sequence[Bundle]]]:
-    size = cluster.actor_num_gpus_per_node
-    return [(f"training node {i // size}", train[i : i + size]) for i in range(0, len(train), size)]
+def _nodes(what: str, bundles: Sequence[Bundle], size: int) -> list[tuple[str, Sequence[Bundle]]]:
+    return [(f"{what} node {i // size}", bundles[i : i + size]) for i in range(0, len(bundles), size)]
 
 
 def _address_key(ip: str) -> tuple[tuple[int, ...], str]:

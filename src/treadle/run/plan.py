@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from treadle.config import Config, RunLength, batch_arithmetic, check_config, parse_eval_sets, run_length
 from treadle.errors import ModelError
-from treadle.run.memory import MachineMemory, ModelShape, gib, machine_memory, memory_parts
+from treadle.run.memory import MachineMemory, ModelShape, gib, machine_memory, memory_of_workers
 
 if TYPE_CHECKING:
     from treadle.chat import Codec
@@ -228,10 +228,16 @@ def _cluster_rows(config: Config) -> Iterator[Row]:
     if cluster.runtime == "local":
         return
     where = f"Ray at {cluster.ray_address}" if cluster.ray_address else "a Ray of its own"
-    workers = [] if config.debug.debug_rollout_only else [_count(cluster.num_train_workers, "train worker")]
-    workers += [] if config.debug.debug_train_only else [_count(cluster.num_engines, "engine")]
+    trains, generates = not config.debug.debug_rollout_only, not config.debug.debug_train_only
+    kinds = (
+        ("train worker", cluster.num_train_workers if trains else 0),
+        ("critic worker", cluster.num_critic_workers if trains else 0),
+        ("engine", cluster.num_engines if generates else 0),
+    )
+    workers = [_count(number, kind) for kind, number in kinds if number]
+    listed = " and ".join([", ".join(workers[:-1]), workers[-1]] if len(workers) > 1 else workers)
     shared = " on the same devices, taking turns" if cluster.colocate else ""
-    yield "runtime", f"{where} · {' and '.join(workers)}{shared} · weights by {cluster.weight_transport}"
+    yield "runtime", f"{where} · {listed}{shared} · weights by {cluster.weight_transport}"
     if cluster.max_lag:
         yield "", f"generation runs up to {_count(cluster.max_lag, 'rollout')} ahead of the weights"
 
@@ -281,13 +287,28 @@ def _written_rows(config: Config, shape: ModelShape, recipe_name: str) -> Iterat
 
 
 def _memory_block(config: Config, shape: ModelShape, machine: MachineMemory) -> str:
-    parts = memory_parts(config, shape)
-    total = sum(part.num_bytes for part in parts)
-    width = max(len(part.name) for part in parts)
-    lines = ["memory (estimate)"]
-    lines += [f"  {part.name:<{width}}  {gib(part.num_bytes):>10}  {part.note}".rstrip() for part in parts]
-    lines.append(f"  {'total':<{width}}  {gib(total):>10}  {_verdict(total, machine)}")
-    return "\n".join(lines)
+    """What each kind of worker holds. A worker has a GPU, or with `colocate` half the turns on it; on CPUs all share
+    this machine, as far as it is known here."""
+    workers = memory_of_workers(config, shape)
+    width = max(len(part.name) for worker in workers for part in worker.parts)
+    blocks = []
+    shares_machine = shape.device != "cuda" and sum(worker.count for worker in workers) > 1
+    for worker in workers:
+        each = (
+            ""
+            if len(workers) == 1 and worker.count == 1
+            else f" of {'each' if worker.count > 1 else 'the'} {worker.kind}"
+        )
+        lines = [f"memory{each} (estimate)"]
+        lines += [f"  {part.name:<{width}}  {gib(part.num_bytes):>10}  {part.note}".rstrip() for part in worker.parts]
+        verdict = "" if shares_machine else _verdict(worker.num_bytes, machine)
+        lines.append(f"  {'total':<{width}}  {gib(worker.num_bytes):>10}  {verdict}".rstrip())
+        blocks.append("\n".join(lines))
+    if shares_machine:
+        total = sum(worker.count * worker.num_bytes for worker in workers)
+        where = _verdict(total, machine)
+        blocks.append(f"  {'all workers':<{width}}  {gib(total):>10}  {where}")
+    return "\n".join(blocks)
 
 
 def _verdict(total: int, machine: MachineMemory) -> str:

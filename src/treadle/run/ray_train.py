@@ -1,108 +1,99 @@
-"""The workers that train: one process for each rank, and the group of them that the driver sees.
+"""The workers that train the policy: one process for each rank, and the group of them that the driver sees.
 
 The driver plans a rollout and puts each rank's share into the object store once; ranks exchange gradients among
-themselves. The first rank sends the weights and makes the checkpoints, to which all of them write.
+themselves. The first rank sends the weights and makes the checkpoints, to which all of them write. A critic with workers
+of its own trains beside them: values and returns go from rank to rank through the object store.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from treadle.chat import load_codec
 from treadle.config import batch_arithmetic
-from treadle.errors import DeadlineError, RankError, WorkerLostError
-from treadle.metrics import Metric, metric
-from treadle.models.load import pick_device
 from treadle.run import build
-from treadle.run.notes import Note, Notes
-from treadle.run.placement import Places, worker_options
-from treadle.run.ray_calls import settle
-from treadle.run.state import random_state, seed_everything, set_random_state
-from treadle.run.worker_setup import WorkerSetup, enter_worker
-from treadle.training.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
-from treadle.training.parallel import ParallelSpec, build_grid
-from treadle.training.plan import Planner, RankShare
-from treadle.training.ranks import join_ranks, leave_ranks
+from treadle.run.placement import Bundle, Places
+from treadle.run.ray_critic import CriticActor, CriticGroup
+from treadle.run.ray_ranks import Meeting, RankActor, RankGroup, Trained, all_of
+from treadle.run.state import random_state
+from treadle.run.worker_setup import WorkerSetup
+from treadle.training.batch import Batch
+from treadle.training.checkpoint import Checkpoint, save_checkpoint
+from treadle.training.critic import FOLDER as CRITIC_FOLDER
+from treadle.training.plan import PlannedRollout, Planner, RankShare, TokenNumbers, numbers_at
 from treadle.types import Group
 from treadle.weights import SentWeights, WeightSender
 from treadle.weights.named import TransportPlan, open_sender
 
-GIB = 2**30
-LOSS_SECONDS = 3.0
-"""Once a rank has failed, how long the others may take to say so: the one that died is the cause."""
 
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the ranks meet: an address of the first rank, as the others reach it."""
-
-    rank: int
-    address: str
-    port: int
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a rank says of a rollout: metrics, and notes to show."""
-
-    metrics: Sequence[Metric]
-    notes: list[Note]
-
-
-class TrainActor:
-    """The trainer of one rank in a process of its own. Calls are done one after the other."""
+class TrainActor(RankActor):
+    """The trainer of one rank in a process of its own."""
 
     def __init__(self, setup: WorkerSetup, teacher_path: str | None):
-        enter_worker(setup)
-        self._setup, self._config, self._teacher_path = setup, setup.config, teacher_path
-        self._notes = Notes()
+        super().__init__(setup)
+        self._teacher_path = teacher_path
         self._sender: WeightSender | None = None
         self._whole: dict[str, torch.Tensor] = {}  # of a sharded model, on the first rank
-        self._peak_gib = 0.0
         self._saves = 0
-        seed_everything(setup.config.train.seed)
-
-    def free_port(self, address: str) -> int:
-        """A port of this machine that nobody listens on."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return int(probe.getsockname()[1])
+        self._rollout: tuple[RankShare, Batch, float] | None = None  # where it is trained in parts
 
     def build(self, meeting: Meeting, num_rollout: int, checkpoint: str | None) -> int:
         """Join the ranks and load model, reference, critic and teacher, then the checkpoint; which share is this rank's."""
         config = self._config
-        spec = ParallelSpec.of(config, config.cluster.num_train_workers)
-        device = pick_device(config.model.device)
-        if spec.num_ranks > 1:
-            seconds, port = spec.timeout_seconds, meeting.port
-            join_ranks(
-                meeting.rank, spec.num_ranks, port=port, device=device, timeout_seconds=seconds, address=meeting.address
-            )
-        grid = build_grid(spec, device)
+        grid = self._meet(meeting)
         model = build.load_on_ranks(config, self._setup.model_path, grid)
-        self._trainer = build.build_trainer(config, model, num_rollout, self._notes, self._teacher_path)
+        elsewhere = config.cluster.num_critic_workers > 0
+        self._trainer = build.build_trainer(
+            config, model, num_rollout, self._notes, self._teacher_path, critic_elsewhere=elsewhere
+        )
         if checkpoint is not None:
-            found = find_checkpoint(Path(checkpoint), self._notes.warn)
-            self._trainer.load(found)
-            set_random_state(found.state["random"])
+            self._trainer.load(self._found(checkpoint))
         return grid.data.rank
 
     def train(self, share: RankShare, rollout_id: int) -> Trained:
         """The rollout's optimizer steps on this rank's share."""
-        metrics = self._trainer.train_share(share, rollout_id)
-        return Trained([*metrics, *self._memory()], self._notes.take())
+        return self._trained(self._trainer.train_share(share, rollout_id))
 
-    def save(self, folder: Path, done: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint with all ranks; `state` is what the other parts of the run need to resume."""
+    # The same in parts, with a critic elsewhere
+
+    def score(self, share: RankShare) -> None:
+        """What the models of this group say of the share's samples."""
+        began = time.perf_counter()
+        self._rollout = share, self._trainer.score(share.batch), began
+
+    def spread(self, *values: TokenNumbers) -> TokenNumbers:
+        """Advantages, with the critic's values; the returns of the share's samples."""
+        assert self._rollout is not None, "scores come first"
+        share, batch, began = self._rollout
+        batch = self._trainer.spread(replace(batch, values=numbers_at(share.places, values)))
+        self._rollout = share, batch, began
+        assert batch.returns is not None
+        return TokenNumbers(share.places, batch.lengths, batch.returns)
+
+    def take_steps(self, rollout_id: int) -> Trained:
+        """The rollout's optimizer steps on the scored share."""
+        assert self._rollout is not None, "advantages come first"
+        (share, batch, began), self._rollout = self._rollout, None
+        return self._trained(self._trainer.take_steps(share, batch, rollout_id, began))
+
+    def _trained(self, metrics: Sequence[Any]) -> Trained:
+        speaks = self._trainer.policy.grid.is_first
+        return Trained([*metrics, *self._memory(self._trainer.device, speaks=speaks)], self._notes.take())
+
+    def save(self, folder: Path, done: int, state: dict[str, Any], critic: Path | None) -> None:
+        """Write a checkpoint with all ranks; `state` is what the other parts of the run need to resume, `critic` where
+        the critic's part of it was written, which the first rank moves to its place."""
         trainer, world = self._trainer, self._trainer.policy.grid.world
         self._saves += 1
         told = _Told(f"save-{self._saves}", is_alone=world.is_alone)
@@ -122,6 +113,8 @@ class TrainActor:
         def write_rest(path: Path) -> None:
             told.tell("rest", path)
             trainer.write_rest(path)
+            if critic is not None:
+                os.replace(critic, path / CRITIC_FOLDER)
 
         own = {**trainer.state(), "random": random_state(), "dtype": self._config.model.dtype}
         try:
@@ -137,6 +130,8 @@ class TrainActor:
             )
         finally:
             told.end()
+            if critic is not None:
+                shutil.rmtree(critic, ignore_errors=True)  # there is none where it was moved
 
     # Weights
 
@@ -171,20 +166,11 @@ class TrainActor:
     def wake(self) -> None:
         self._trainer.wake()
 
-    def _memory(self) -> list[Metric]:
-        if self._trainer.device.type == "cuda":
-            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        else:
-            now = peak = psutil.Process().memory_info().rss
-        self._peak_gib = max(self._peak_gib, peak / GIB)
-        own = [metric("perf/memory_gib", now / GIB)] if self._trainer.policy.grid.is_first else []
-        return [*own, metric("perf/peak_memory_gib", self._peak_gib)]
-
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        leave_ranks()
+        super().close()
 
 
 class _Told:
@@ -213,96 +199,91 @@ class _Told:
         self._left = []
 
 
-class TrainGroup:
-    """All ranks, as the driver uses them. A rank that dies or is late is a `WorkerLostError`: the run can be resumed."""
+class TrainGroup(RankGroup):
+    """All ranks of the policy, and of a critic of its own where there is one. A rank that dies or is late is a
+    `WorkerLostError`: the run can be resumed."""
 
     def __init__(self, setup: WorkerSetup, places: Places, teacher_path: str | None, warn: Callable[[str], None]):
-        import ray
-
-        self._config, self._places = setup.config, places
+        super().__init__(TrainActor, "train worker", setup, places, teacher_path)
         self._seconds = setup.config.cluster.train_timeout_seconds
-        shares = setup.config.cluster.colocate
-        self.actors = [
-            ray.remote(TrainActor)
-            .options(**worker_options(setup.config, places, bundle, shares=shares))
-            .remote(setup, teacher_path)
-            for bundle in places.train
-        ]
-        spec = ParallelSpec.of(setup.config, len(self.actors))
-        self._planner = Planner(setup.config, batch_arithmetic(setup.config), spec.num_data_ranks, warn)
-        self._data_ranks: list[int] = []
+        self._planner = Planner(setup.config, batch_arithmetic(setup.config), self.spec.num_data_ranks, warn)
+        self._critic = CriticGroup(CriticActor, "critic worker", setup, places) if places.critic else None
+
+    def _bundles(self, places: Places) -> tuple[Bundle, ...]:
+        return places.train
+
+    @property
+    def all_actors(self) -> list[Any]:
+        return [*self.actors, *([] if self._critic is None else self._critic.actors)]
 
     async def build(self, num_rollout: int, checkpoint: Checkpoint | None) -> None:
         """Have all ranks meet, load their models and go to where the checkpoint was taken."""
-        seconds = self._config.cluster.worker_start_timeout_seconds
-        address = self._places.train[0].node_ip
-        port = await self._one("the first train worker to start", self.actors[0].free_port.remote(address), seconds)
-        path = None if checkpoint is None else str(checkpoint.path)
-        refs = [
-            actor.build.remote(Meeting(rank, address, port), num_rollout, path)
-            for rank, actor in enumerate(self.actors)
-        ]
-        self._data_ranks = await self._all("the start", refs, seconds)
+        waits = [super().build(num_rollout, checkpoint)]
+        if self._critic is not None:
+            waits.append(self._critic.build(num_rollout, checkpoint))
+        await asyncio.gather(*waits)
         if checkpoint is not None:
             self._planner.load_state(dict(checkpoint.state))
 
     async def train(self, groups: Sequence[Group], rollout_id: int) -> Trained:
         """Take the optimizer steps of one rollout; the metrics of all ranks."""
-        import ray
-
-        shares = [ray.put(share) for share in await asyncio.to_thread(self._planner.plan, groups)]
-        refs = [
-            actor.train.remote(shares[share], rollout_id)
-            for actor, share in zip(self.actors, self._data_ranks, strict=True)
-        ]
-        trained: list[Trained] = await self._all(f"training of rollout {rollout_id}", refs)
+        planned = await asyncio.to_thread(self._planner.prepare, groups)
+        shares = self.put(await asyncio.to_thread(self._planner.deal, planned, self.spec.num_data_ranks))
+        what = f"training of rollout {rollout_id}"
+        if self._critic is None:
+            refs = [actor.train.remote(share, rollout_id) for actor, share in zip(self.actors, shares, strict=True)]
+            trained: list[Trained] = await all_of(self.calls(what, refs), self._seconds)
+        else:
+            trained = await self._train_both(self._critic, planned, shares, rollout_id)
         return Trained([m for part in trained for m in part.metrics], [n for part in trained for n in part.notes])
+
+    async def _train_both(
+        self, critic: CriticGroup, planned: PlannedRollout, shares: Sequence[Any], rollout_id: int
+    ) -> list[Trained]:
+        """Values, returns, and then the steps of both groups at the same time.
+
+        All is asked for at once: a call starts when what it needs has come from the other group.
+        """
+        what = f"training of rollout {rollout_id}"
+        scored = [actor.score.remote(share) for actor, share in zip(self.actors, shares, strict=True)]
+        dealt = await asyncio.to_thread(self._planner.deal, planned, critic.spec.num_data_ranks)
+        values = critic.values(dealt)
+        returns = [actor.spread.remote(*critic.one_each(values)) for actor in self.actors]
+        first = [
+            *self.calls(f"scores for {what}", scored),
+            *critic.calls(f"values for {what}", values),
+            *self.calls(f"advantages for {what}", returns),
+        ]
+        steps = self.calls(what, [actor.take_steps.remote(rollout_id) for actor in self.actors])
+        steps += critic.train(rollout_id, self.one_each(returns))
+        return (await all_of([*first, *steps], self._seconds))[len(first) :]
 
     async def save(self, folder: Path, done: int, state: dict[str, Any]) -> None:
         """Write a checkpoint; raises `CheckpointError` where that fails and training can go on."""
-        whole = {**self._planner.state(), **state}
-        await self._all(f"the save after {done} rollouts", [a.save.remote(folder, done, whole) for a in self.actors])
+        whole, part = {**self._planner.state(), **state}, None
+        if self._critic is not None:
+            name = f"{done:06d}_{uuid.uuid4().hex[:8]}"
+            part, whole["critic_steps"] = await self._critic.write(folder.absolute(), name, self._seconds)
+        refs = [actor.save.remote(folder, done, whole, part) for actor in self.actors]
+        await all_of(self.calls(f"the save after {done} rollouts", refs), self._seconds)
 
     async def connect(self, plan: TransportPlan) -> None:
-        await self._one("the sending end of the weights", self.actors[0].connect.remote(plan))
+        await self._first("the sending end of the weights", self.actors[0].connect.remote(plan))
 
     async def offer(self, version: int) -> dict[str, Any]:
         """Make the weights of now ready; the offer for the engines."""
-        offers = await self._all(f"the offer of version {version}", [a.offer.remote(version) for a in self.actors])
-        return offers[0]
+        refs = [actor.offer.remote(version) for actor in self.actors]
+        offers = await all_of(self.calls(f"the offer of version {version}", refs), self._seconds)
+        return dict(offers[0])
 
     async def deliver(self, version: int) -> None:
-        await self._one(f"the delivery of version {version}", self.actors[0].deliver.remote())
+        await self._first(f"the delivery of version {version}", self.actors[0].deliver.remote())
 
     async def sleep(self) -> None:
-        await self._all("sleep", [actor.sleep.remote() for actor in self.actors])
+        await all_of([*self.sleeping(), *([] if self._critic is None else self._critic.sleeping())], self._seconds)
 
     async def wake(self) -> None:
-        await self._all("wake", [actor.wake.remote() for actor in self.actors])
+        await all_of([*self.waking(), *([] if self._critic is None else self._critic.waking())], self._seconds)
 
-    async def _one(self, what: str, ref: Any, seconds: float | None = None) -> Any:
-        return (await self._all(what, [ref], seconds))[0]
-
-    async def _all(self, what: str, refs: Sequence[Any], seconds: float | None = None) -> list[Any]:
-        """The values of all ranks' calls. Of several errors the one that names a dead rank is raised."""
-        many = len(refs) > 1
-        names = [f"train worker{f' {rank}' if many else ''}: {what}" for rank in range(len(refs))]
-        calls: list[Coroutine[Any, Any, Any]] = [
-            settle(ref, name, seconds or self._seconds) for ref, name in zip(refs, names, strict=True)
-        ]
-        tasks = [asyncio.create_task(call) for call in calls]
-        try:
-            _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if waiting:
-                await asyncio.wait(waiting, timeout=LOSS_SECONDS)
-            errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
-            if not errors:
-                return [task.result() for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        error = next((e for e in errors if isinstance(e, WorkerLostError)), errors[0])
-        if isinstance(error, RankError | DeadlineError):
-            raise WorkerLostError(str(error)) from error
-        raise error
+    async def _first(self, what: str, ref: Any) -> None:
+        await all_of(self.calls(what, [ref]), self._seconds)

@@ -21,7 +21,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ LATEST = "latest"
 MANIFEST = "manifest.json"
 PREFIX = "rollout_"
 REPLACED = ".old"
+STAGED = ".part_"
 CHUNK_BYTES = 1 << 24
 
 
@@ -97,15 +99,44 @@ def save_checkpoint(
     except Exception as error:
         shutil.rmtree(work, ignore_errors=True)
         _put_back(folder)
-        if isinstance(error, OSError) or "safetensor" in type(error).__name__.lower():
-            raise CheckpointError(
-                f"can't save a checkpoint in {str(folder)!r}: {error}; free space or choose another --save, earlier checkpoints are untouched"
-            ) from error
-        raise
+        named = _unwritten(error, folder)
+        if named is None:
+            raise
+        raise named from error
     if keep is not None:
         for old in _candidates(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return folder / name
+
+
+@contextmanager
+def staged_part(folder: Path, name: str) -> Iterator[Path]:
+    """A place in a save folder for a part of a checkpoint that is written before the rest of it and moved there.
+
+    Yields a path that does not exist yet. Raises `CheckpointError` as `save_checkpoint` does. Parts that nobody moved
+    are removed by the next one.
+    """
+    path = folder / f"{STAGED}{name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{STAGED}*"):
+            if left != path:
+                shutil.rmtree(left, ignore_errors=True)
+        yield path
+    except Exception as error:
+        named = _unwritten(error, folder)
+        if named is None:
+            raise
+        raise named from error
+
+
+def _unwritten(error: Exception, folder: Path) -> CheckpointError | None:
+    """What says that a file could not be written, as an error of ours; None for any other error."""
+    if isinstance(error, OSError) or "safetensor" in type(error).__name__.lower():
+        return CheckpointError(
+            f"can't save a checkpoint in {str(folder)!r}: {error}; free space or choose another --save, earlier checkpoints are untouched"
+        )
+    return None
 
 
 def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Checkpoint:

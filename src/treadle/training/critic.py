@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.micro_batches import MicroBatches, with_last
 from treadle.training.optim import MasterOptimizer
 from treadle.training.packing import PackedBatch
-from treadle.training.parallel import ParallelModel, as_parallel
+from treadle.training.parallel import ParallelModel, as_parallel, local_part
 from treadle.training.spread import gathered_parameter, stored_parameters, write_model_folder, write_parts
 from treadle.training.tensor_files import Chosen, TensorFiles
 
@@ -60,6 +60,11 @@ class Critic:
         plan = PackedAttention(packed.layout, self.backend)
         return self.parallel(_values_of, packed.token_ids, packed.layout.position_ids, plan, packed.predictors)
 
+    def train(self, batch: Batch, steps: Sequence[Sequence[int]]) -> list[Metric]:
+        """The optimizer steps of a rollout, each on the samples at its indices; this rank's metrics."""
+        metrics = [m for indices in steps for m in self.step(batch.select(indices))]
+        return metrics if self.parallel.grid.reports else []
+
     def step(self, batch: Batch) -> list[Metric]:
         """One optimizer step on the samples of one policy step; needs values, returns and loss weights."""
         metrics: list[Metric] = []
@@ -93,6 +98,10 @@ class Critic:
             metric("critic/lr", update.lr),
             metric("critic/skipped_steps", update.skipped),
         ]
+
+    def tensors(self) -> list[Tensor]:
+        """All it holds between rollouts: weights, masters, AdamW's state."""
+        return [local_part(p.detach()) for p in self.model.parameters()] + list(self.optimizer.tensors())
 
     # Checkpoints
 

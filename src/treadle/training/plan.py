@@ -40,7 +40,40 @@ class RankShare:
     measured_groups: tuple[int, ...]
     num_trajectories: int  # of the whole rollout, as the next one
     num_tokens: int  # prompts counted with every sample
+    places: tuple[int, ...]  # of its samples, among all of the rollout
     metrics: tuple[Metric, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRollout:
+    """All samples of a rollout, ready to be dealt out; `steps[k]` are the indices of those that step k trains."""
+
+    batch: Batch
+    steps: tuple[tuple[int, ...], ...]
+    num_trajectories: int
+    metrics: tuple[Metric, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenNumbers:
+    """A number for each token of some samples, float32 [T], as one rank found them: what groups of ranks exchange.
+
+    `places` are those of the samples in the rollout, `lengths` [S] their tokens.
+    """
+
+    places: tuple[int, ...]
+    lengths: Tensor
+    numbers: Tensor
+
+
+def numbers_at(places: Sequence[int], parts: Sequence[TokenNumbers]) -> Tensor:
+    """The numbers of the samples at these places, end to end, from parts that hold all of them between them."""
+    found = {
+        place: numbers
+        for part in parts
+        for place, numbers in zip(part.places, part.numbers.split(part.lengths.tolist()), strict=True)
+    }
+    return torch.cat([torch.zeros(0), *(found[place] for place in places)])
 
 
 class Planner:
@@ -61,6 +94,10 @@ class Planner:
 
     def plan(self, groups: Sequence[Group]) -> list[RankShare]:
         """What each rank trains on; failed samples are left out and counted."""
+        return self.deal(self.prepare(groups), self.num_ranks)
+
+    def prepare(self, groups: Sequence[Group]) -> PlannedRollout:
+        """The samples to train on with rewards and weights; once for each rollout, which the next ones build on."""
         samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
         batch = batch_of(samples, tuple(self.objective.part_weights))
         rewards, self.reward_moments = condition_rewards(
@@ -78,17 +115,22 @@ class Planner:
             [i for i, of in enumerate(steps) if of == step] for step in range(self.arithmetic.num_steps_per_rollout)
         ]
         batch = replace(batch, loss_weights=self._loss_weights(batch, of_step))
-        ranks = self._ranks_of(batch, of_step)
+        return PlannedRollout(batch, tuple(tuple(indices) for indices in of_step), num_trajectories, tuple(metrics))
+
+    def deal(self, planned: PlannedRollout, num_ranks: int) -> list[RankShare]:
+        """One share for each of so many ranks; the same rollout may be dealt to several groups of ranks."""
+        batch = planned.batch
         return [
             RankShare(
-                batch.select(held) if self.num_ranks > 1 else batch,
-                tuple(_places(held, indices) for indices in of_step),
-                tuple(int(batch.group_ids[indices[0]]) if indices else -1 for indices in of_step),
-                num_trajectories=num_trajectories,
+                batch.select(held) if num_ranks > 1 else batch,
+                tuple(_places(held, indices) for indices in planned.steps),
+                tuple(int(batch.group_ids[indices[0]]) if indices else -1 for indices in planned.steps),
+                num_trajectories=planned.num_trajectories,
                 num_tokens=int(batch.lengths.sum()),
-                metrics=tuple(metrics) if rank == 0 else (),
+                places=tuple(held),
+                metrics=planned.metrics if rank == 0 else (),
             )
-            for rank, held in enumerate(ranks)
+            for rank, held in enumerate(self._ranks_of(batch, planned.steps, num_ranks))
         ]
 
     def state(self) -> dict[str, Any]:
@@ -131,12 +173,12 @@ class Planner:
             weights[batch.offsets[sample] + within] = found
         return weights
 
-    def _ranks_of(self, batch: Batch, steps: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _ranks_of(self, batch: Batch, steps: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
         """The samples of each rank, ascending. Ranks have about the same work in every step, and in scoring.
 
         Samples that are scored only, known to have no advantage, are dealt by themselves.
         """
-        if self.num_ranks == 1:
+        if num_ranks == 1:
             return [list(range(len(batch)))]
         idle = set(range(len(batch))).difference(*steps)
         if self.config.train.skip_zero_advantage and self.objective.only_advantages:
@@ -145,12 +187,12 @@ class Planner:
                 idle |= set(torch.nonzero(batch.shaped == 0).squeeze(1).tolist())
         train = self.config.train
         limit = train.max_tokens_per_gpu if train.use_dynamic_batch_size else int(batch.lengths.sum()) + 1
-        held: list[list[int]] = [[] for _ in range(self.num_ranks)]
-        loads = [0] * self.num_ranks
+        held: list[list[int]] = [[] for _ in range(num_ranks)]
+        loads = [0] * num_ranks
         for indices in (*([i for i in step if i not in idle] for step in steps), sorted(idle)):
-            plans = plan_ranks(workload_of(batch.select(indices)), self.num_ranks, limit, same_count=True)
+            plans = plan_ranks(workload_of(batch.select(indices)), num_ranks, limit, same_count=True)
             plans.sort(key=lambda plan: -sum(plan.num_tokens))
-            for rank, plan in zip(sorted(range(self.num_ranks), key=lambda r: (loads[r], r)), plans, strict=True):
+            for rank, plan in zip(sorted(range(num_ranks), key=lambda r: (loads[r], r)), plans, strict=True):
                 held[rank] += [indices[i] for members in plan.micro_batches for i in members]
                 loads[rank] += sum(plan.num_tokens)
         return [sorted(indices) for indices in held]

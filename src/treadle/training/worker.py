@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 class Trainer:
     """A model, its optimizer, and what one rollout does to them; one of many where the model is spread over ranks.
 
-    `reference` is needed where the objective uses KL, `critic` where it uses values, `teacher` (frozen) where it
-    distils; `warn` hears of skipped steps.
+    `reference` is needed where the objective uses KL, `teacher` (frozen) where it distils. Where it uses values, they are
+    those of `critic`, which is trained with the policy, or of ranks of their own, which give them to `spread`. `warn`
+    hears of skipped steps.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Trainer:
         self.micro_batches = MicroBatches(config.train, self.policy.grid.device, self.policy.ranks)
         needs = self.objective.needs
         assert not needs.ref_logprobs or reference is not None, "the objective needs a reference model"
-        assert needs.values == (critic is not None), "a critic is given exactly where values are needed"
+        assert needs.values or critic is None, "a critic is given only where values are needed"
         assert needs.teacher_logprobs == (teacher is not None), "a teacher is given exactly where one is needed"
         self._host = HostCopies()
         self.optimizer = MasterOptimizer(self.policy, config.optim, total_steps)
@@ -88,19 +89,33 @@ class Trainer:
         In the first `num_critic_only_steps` rollouts the critic alone is trained. Returns this rank's metrics: those
         of all ranks together are the rollout's.
         """
+        began = time.perf_counter()
+        batch = self.spread(self.score(share.batch))
+        return self.take_steps(share, batch, rollout_id, began)
+
+    def score(self, batch: Batch) -> Batch:
+        """The first part of a rollout: what the models say of the samples, as far as the objective needs it."""
+        with self._named("scoring a rollout"):
+            return self._score(batch)
+
+    def spread(self, batch: Batch) -> Batch:
+        """The second part: advantages, returns and corrections of a scored batch, which has values where they are needed."""
+        assert (batch.values is not None) == self.objective.needs.values, "values are there exactly where needed"
+        ranks = self.policy.ranks
+        with self._named("working out advantages"):
+            found = self.objective.advantages(batch, ranks)
+            correction = self.objective.correction(batch, ranks)
+        return replace(batch, advantages=found.advantages, returns=found.returns, correction=correction)
+
+    def take_steps(self, share: RankShare, batch: Batch, rollout_id: int, began: float) -> list[Metric]:
+        """The last part: the optimizer steps on the batch of the share. `began` is when the first part did, in seconds
+        of `time.perf_counter`."""
         with self._named(f"training on rollout {rollout_id}"):
-            metrics = self._train_share(share, rollout_id)
+            metrics = self._take_steps(share, batch, rollout_id, began)
         return metrics if self.policy.grid.reports else []
 
-    def _train_share(self, share: RankShare, rollout_id: int) -> list[Metric]:
-        began = time.perf_counter()
-        metrics = list(share.metrics)
-        batch = self._score(share.batch)
-        metrics += _teacher_metrics(batch)
-        ranks = self.policy.ranks
-        found = self.objective.advantages(batch, ranks)
-        correction = self.objective.correction(batch, ranks)
-        batch = replace(batch, advantages=found.advantages, returns=found.returns, correction=correction)
+    def _take_steps(self, share: RankShare, batch: Batch, rollout_id: int, began: float) -> list[Metric]:
+        metrics = [*share.metrics, *_teacher_metrics(batch)]
         before = self.optimizer.num_steps
         for indices, measured_group in zip(share.steps, share.measured_groups, strict=True):
             part = batch.select(indices)
@@ -125,7 +140,8 @@ class Trainer:
         return metrics
 
     def _score(self, batch: Batch) -> Batch:
-        """Add what the objective needs, and only that; old logprobs of the only step are its own."""
+        """Add what the objective needs, and only that; old logprobs of the only step are its own, and values come from
+        elsewhere where there is no critic here."""
         needs = self.objective.needs
         if needs.prior_logprobs or (needs.old_logprobs and self.arithmetic.num_steps_per_rollout > 1):
             batch = replace(batch, old_logprobs=self.logprobs(batch, self.policy))
@@ -236,10 +252,8 @@ class Trainer:
         Between rollouts only: gradients are gone then. On a CPU nothing moves, unless forced. Nothing may use the
         trainer's weights until `wake`.
         """
-        optimizers = [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
-        parallels = [self.policy] if self.critic is None else [self.policy, self.critic.parallel]
-        held = [local_part(p.detach()) for parallel in parallels for p in parallel.model.parameters()]
-        held += [tensor for optimizer in optimizers for tensor in optimizer.tensors()]
+        held = [local_part(p.detach()) for p in self.model.parameters()] + list(self.optimizer.tensors())
+        held += [] if self.critic is None else self.critic.tensors()
         return self._host.sleep(held, force=force)
 
     def wake(self) -> int:

@@ -9,6 +9,10 @@ FAULTS = [
     ({"runtime": "ray", "rollout_num_gpus_per_engine": 2}, "the torch engine runs on one"),
     ({"runtime": "ray", "colocate": True, "rollout_num_gpus": 2}, "the engines live on the 1 that train"),
     ({"runtime": "ray", "colocate": True, "max_lag": 1}, "max_lag = 1 with colocate"),
+    (
+        {"runtime": "ray", "actor_num_nodes": 2, "critic_num_nodes": 3, "tensor_parallel_size": 2},
+        "critic_num_nodes × critic_num_gpus_per_node = 3 critic workers can't be divided",
+    ),
     ({"runtime": "ray", "max_lag": 1, "debug_rollout_only": True}, "needs both halves of the loop"),
 ]
 WARNINGS = [
@@ -28,6 +32,7 @@ FINE = [
     {"runtime": "ray", "colocate": True, "rollout_num_gpus": 1, "offload_train": False},
     {"runtime": "ray", "max_lag": 2, "on_publish": "pause", "rollout_correction": "tis"},
     {"runtime": "ray", "weight_transport": "disk", "weight_folder": "/x"},
+    {"runtime": "ray", "critic_num_nodes": 1, "colocate": True, "rollout_num_gpus": 2},
 ]
 
 
@@ -61,14 +66,17 @@ def test_evaluation_says_that_it_runs_in_one_process(make_config):
 
 
 @pytest.mark.parametrize(
-    ("fields", "train", "engines"),
+    ("fields", "train", "critic", "engines"),
     [
-        ({}, 1, 1),
-        ({"rollout_num_gpus": 3}, 1, 3),
-        ({"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}, 1, 2),
-        ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 4}, 8, 8),
+        ({}, 1, 0, 1),
+        ({"rollout_num_gpus": 3}, 1, 0, 3),
+        ({"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}, 1, 0, 2),
+        ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 4}, 8, 0, 8),
+        ({"critic_num_nodes": 2}, 1, 2, 1),
+        ({"critic_num_gpus_per_node": 3, "colocate": True}, 1, 3, 4),
+        ({"critic_num_nodes": 2, "critic_num_gpus_per_node": 3}, 1, 6, 1),
     ],
 )
-def test_how_many_workers_there_are(make_config, fields, train, engines):
+def test_how_many_workers_there_are(make_config, fields, train, critic, engines):
     cluster = make_config(**fields).cluster
-    assert (cluster.num_train_workers, cluster.num_engines) == (train, engines)
+    assert (cluster.num_train_workers, cluster.num_critic_workers, cluster.num_engines) == (train, critic, engines)

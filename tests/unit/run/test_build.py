@@ -33,6 +33,7 @@ def own(tmp_path: Path) -> str:
     [
         ("compares", {"n_samples_per_prompt": 1}, r"n_samples_per_prompt = 1 gives custom_advantage_path .* set 2"),
         ("compares", {"num_critic_only_steps": 2}, r"num_critic_only_steps = 2 does nothing .* it has no critic"),
+        ("alone", {"runtime": "ray", "critic_num_nodes": 2}, r"critic_num_nodes = 2 does nothing .* it has no critic"),
         ("alone", {"critic_lr": 0.1, "value_clip": 1.0}, r"critic_lr = 0\.1, value_clip = 1\.0 does nothing"),
         ("scalar", {}, "does not do what the trainer relies on"),
     ],

@@ -14,6 +14,8 @@ from treadle.run.placement import wanted_bundles
         ({"colocate": True}, True, [{"GPU": 1, "CPU": 1}]),
         ({"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}, True, [{"GPU": 1, "CPU": 1}] * 5),
         ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 2, "colocate": True}, False, [{"CPU": 1}] * 4),
+        ({"critic_num_nodes": 2, "rollout_num_gpus": 3}, False, [{"CPU": 1}] * 6),
+        ({"critic_num_nodes": 2, "rollout_num_gpus": 1, "colocate": True}, False, [{"CPU": 1}] * 3),
     ],
 )
 def test_one_bundle_for_each_gpu_or_cpu_worker(make_config, fields, gpus, want):

@@ -7,7 +7,7 @@ import pytest
 
 from treadle.config import load_config
 from treadle.errors import ConfigError, ModelError
-from treadle.run.memory import MachineMemory, ModelShape, machine_memory, memory_parts, micro_batch_tokens
+from treadle.run.memory import MachineMemory, ModelShape, machine_memory, memory_of_workers, micro_batch_tokens
 from treadle.run.plan import DataSizes, make_plan, plan_run
 
 GIB = 2**30
@@ -41,7 +41,8 @@ def row(page: str, label: str) -> str:
 
 
 def memory(*argv: str) -> dict[str, int]:
-    return {part.name: part.num_bytes for part in memory_parts(load_config(None, [*SOUND, *argv]), SHAPE)}
+    (process,) = memory_of_workers(load_config(None, [*SOUND, *argv]), SHAPE)
+    return {part.name: part.num_bytes for part in process.parts}
 
 
 def test_batch_arithmetic_and_length():
@@ -114,6 +115,46 @@ def test_memory_of_weights_by_hand():
     assert memory("--use-kl-loss", "--kl-loss-coef", "1")["reference model"] == GIB // 2
 
 
+def memory_on_ray(kind: str, device: str, *argv: str) -> dict[str, int]:
+    config = load_config(None, [*SOUND, "--runtime", "ray", *argv])
+    (found,) = [w for w in memory_of_workers(config, replace(SHAPE, device=device)) if w.kind == kind]
+    return {part.name: part.num_bytes for part in found.parts}
+
+
+def test_memory_of_shards_by_hand():
+    eight = ("--actor-num-gpus-per-node", "8", "--fsdp-replicate-size", "2", "--tensor-parallel-size", "2")
+    parts = memory_on_ray("train worker", "cuda", *eight, "--use-kl-loss", "--kl-loss-coef", "1")
+    # 8 ranks hold 2 replicas of 4 pieces; a whole gradient is split between 2 neighbours only
+    assert parts["master weights (float32)"] == GIB // 4
+    assert parts["Adam (two moments)"] == GIB // 2
+    assert parts["gradients (float32)"] == GIB // 2
+    # embeddings, and two of four layers, each split between 2 neighbours
+    assert parts["weights (bfloat16)"] == 2 * (1024 * 64 + 2 * (2**28 - 1024 * 64) // 4 // 2)
+    # linear widths of 1000 are less than the sides that are whole: 7 × 4 layers × 64
+    assert parts["activations"] == 4096 * 2400
+    assert "reference model" not in parts  # on the host
+    joined = memory_on_ray("train worker", "cuda", *eight, "--fsdp-sync-every-micro-batch")
+    assert joined["gradients (float32)"] == GIB // 4
+    offloaded = memory_on_ray("train worker", "cuda", *eight, "--fsdp-cpu-offload")
+    assert not {"master weights (float32)", "Adam (two moments)"} & set(offloaded)
+    assert set(memory_on_ray("engine", "cuda", *eight)) == {"weights (bfloat16)", "KV cache"}
+
+
+def test_memory_of_a_critic_by_hand():
+    ppo = ("--advantage-estimator", "ppo")
+    assert memory(*ppo)["critic"] == memory_on_ray("train worker", "cpu", *ppo)["critic"] == 9 * GIB // 2
+    own = (*ppo, "--critic-num-nodes", "2")
+    assert "critic" not in memory_on_ray("train worker", "cpu", *own)
+    parts = memory_on_ray("critic worker", "cpu", *own)
+    assert (parts["master weights (float32)"], parts["Adam (two moments)"]) == (GIB // 2, GIB)
+    page = plan("--runtime", "ray", *own)
+    assert row(page, "runtime") == "a Ray of its own · 1 train worker, 2 critic workers and 1 engine · weights by auto"
+    assert "memory of each critic worker (estimate)" in page
+    assert "memory of the engine (estimate)" in page
+    (verdict,) = [line for line in page.splitlines() if "this machine has" in line]
+    assert verdict.startswith("  all workers")
+
+
 def test_activations_by_hand():
     # 4096 tokens × (1.2 × 2 bytes × width 1000 + 4 layers × 2 heads × 256 attended × 2 bytes)
     assert memory()["activations"] == 4096 * (2400 + 4096)
@@ -153,7 +194,8 @@ def test_a_teacher_and_a_steered_kl_are_in_the_plan():
     assert "KL loss 0.1 × low_var_kl, steered to 0.05 nats a token over 5000 samples" in page
     assert "distilled from big × 0.5" in page
     assert row(page, "sampling").endswith("reward none")
-    parts = {part.name: part.num_bytes for part in memory_parts(config, shape)}
+    (process,) = memory_of_workers(config, shape)
+    parts = {part.name: part.num_bytes for part in process.parts}
     assert parts["teacher"] == 2**31  # bfloat16
     assert "teacher" not in memory()
 

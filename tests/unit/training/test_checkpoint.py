@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from treadle.errors import CheckpointError
-from treadle.training.checkpoint import check_same_model, fault_of, find_checkpoint, save_checkpoint
+from treadle.training.checkpoint import check_same_model, fault_of, find_checkpoint, save_checkpoint, staged_part
 
 MODEL_FILE = "model/weights.bin"
 DEADLINE_SECONDS = 60
@@ -354,3 +354,19 @@ def test_another_model_is_refused_by_the_weight_that_differs(tmp_path):
     for tensors, message in cases:
         with pytest.raises(CheckpointError, match=f"rollout_000001' is of another model.*{message}.*--hf-checkpoint"):
             check_same_model(checkpoint, tensors, own)
+
+
+def test_a_staged_part_is_no_checkpoint_and_the_next_one_removes_it(tmp_path):
+    for name in ("1_a", "2_b"):
+        with staged_part(tmp_path / "save", name) as path:
+            path.mkdir()
+    assert [path.name for path in (tmp_path / "save").iterdir()] == [".part_2_b"]
+    with pytest.raises(CheckpointError, match="no sound checkpoint"):
+        find_checkpoint(tmp_path / "save", pytest.fail)
+
+
+def test_a_part_that_can_not_be_written_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="can't save a checkpoint"), staged_part(tmp_path, "1") as path:
+        (path / "file").write_text("there is no folder")
+    with pytest.raises(KeyError), staged_part(tmp_path, "1"):
+        {}["a mistake of ours"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from treadle.config import batch_arithmetic
 from treadle.training.batch import batch_of, concat
-from treadle.training.plan import Planner
+from treadle.training.plan import Planner, TokenNumbers, numbers_at
 from treadle.types import Status
 
 FIELDS = {"rollout_batch_size": 4, "n_samples_per_prompt": 3, "max_tokens_per_gpu": 32}
@@ -109,3 +109,23 @@ def test_moments_of_rewards_are_the_planners_to_remember(make_planner, make_grou
     parts = torch.cat([share.batch.shaped for share in other.plan(make_groups((3, 2, 4, 3), seed=1))])
     assert sorted(parts.tolist()) == sorted(whole.tolist())
     assert make_planner().state() == {}
+
+
+def test_a_rollout_that_is_dealt_twice_is_prepared_once_and_numbers_find_their_samples(
+    make_planner, make_groups
+) -> None:
+    groups = make_groups((3, 2, 4, 3))
+    fields = {"normalize_rewards_running": True, "num_steps_per_rollout": 2}
+    planner, once = make_planner(**fields), make_planner(**fields)
+    planned = planner.prepare(groups)
+    once.plan(groups)
+    three, two = planner.deal(planned, 3), planner.deal(planned, 2)
+    assert planner.state() == once.state()  # the moments of the rewards count the rollout once
+    whole = torch.arange(len(planned.batch.token_ids)).float()
+    batch = replace(planned.batch, values=whole)
+    parts = [TokenNumbers(s.places, s.batch.lengths, batch.select(s.places).values) for s in three]
+    assert sorted(place for share in three for place in share.places) == list(range(len(planned.batch)))
+    for share in two:
+        assert torch.equal(planned.batch.select(share.places).token_ids, share.batch.token_ids)
+        assert torch.equal(numbers_at(share.places, parts), batch.select(share.places).values)
+    assert numbers_at((), parts).shape == (0,)

@@ -1,0 +1,178 @@
+"""Ranks as workers: what the processes of the policy and of a critic of its own have in common, and groups of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from treadle.errors import DeadlineError, RankError, WorkerLostError
+from treadle.metrics import Metric, metric
+from treadle.models.load import pick_device
+from treadle.run.notes import Note, Notes
+from treadle.run.placement import Bundle, Places, worker_options
+from treadle.run.ray_calls import settle
+from treadle.run.state import seed_everything, set_random_state
+from treadle.run.worker_setup import WorkerSetup, enter_worker
+from treadle.training.checkpoint import Checkpoint, find_checkpoint
+from treadle.training.parallel import Grid, ParallelSpec, build_grid
+from treadle.training.ranks import join_ranks, leave_ranks
+
+GIB = 2**30
+LOSS_SECONDS = 3.0
+"""Once a rank has failed, how long the others may take to say so: the one that died is the cause."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a group meet: an address of the first one, as the others reach it."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank says of a rollout: metrics, and notes to show."""
+
+    metrics: Sequence[Metric]
+    notes: list[Note]
+
+
+class RankActor:
+    """A rank in a process of its own. Calls are done one after the other."""
+
+    def __init__(self, setup: WorkerSetup):
+        enter_worker(setup)
+        self._setup, self._config = setup, setup.config
+        self._notes = Notes()
+        self._peak_gib = 0.0
+        seed_everything(setup.config.train.seed)
+
+    def free_port(self, address: str) -> int:
+        """A port of this machine that nobody listens on."""
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return int(probe.getsockname()[1])
+
+    def close(self) -> None:
+        leave_ranks()
+
+    def _meet(self, meeting: Meeting) -> Grid:
+        spec = ParallelSpec.of(self._config, meeting.size)
+        device = pick_device(self._config.model.device)
+        if spec.num_ranks > 1:
+            seconds, port = spec.timeout_seconds, meeting.port
+            join_ranks(
+                meeting.rank, spec.num_ranks, port=port, device=device, timeout_seconds=seconds, address=meeting.address
+            )
+        return build_grid(spec, device)
+
+    def _found(self, checkpoint: str) -> Checkpoint:
+        """The checkpoint to start from; random numbers go on where it was taken."""
+        found = find_checkpoint(Path(checkpoint), self._notes.warn)
+        set_random_state(found.state["random"])
+        return found
+
+    def _memory(self, device: torch.device, *, speaks: bool) -> list[Metric]:
+        """The memory of this process; the one that `speaks` says what it is now."""
+        if device.type == "cuda":
+            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        else:
+            now = peak = psutil.Process().memory_info().rss
+        self._peak_gib = max(self._peak_gib, peak / GIB)
+        own = [metric("perf/memory_gib", now / GIB)] if speaks else []
+        return [*own, metric("perf/peak_memory_gib", self._peak_gib)]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A remote call in flight, and what to say where it fails."""
+
+    what: str
+    ref: Any
+
+
+class RankGroup:
+    """All ranks of one model, as the driver uses them."""
+
+    def __init__(self, kind: type[RankActor], name: str, setup: WorkerSetup, places: Places, *args: Any):
+        import ray
+
+        self.name, self.config, self.bundles = name, setup.config, self._bundles(places)
+        self.spec = ParallelSpec.of(setup.config, len(self.bundles))
+        shares = setup.config.cluster.colocate
+        self.actors = [
+            ray.remote(kind).options(**worker_options(setup.config, places, bundle, shares=shares)).remote(setup, *args)
+            for bundle in self.bundles
+        ]
+        self._data_ranks: list[int] = []
+
+    def _bundles(self, places: Places) -> tuple[Bundle, ...]:
+        raise NotImplementedError
+
+    async def build(self, num_rollout: int, checkpoint: Checkpoint | None) -> None:
+        """Have all ranks meet, load their models and go to where the checkpoint was taken."""
+        seconds = self.config.cluster.worker_start_timeout_seconds
+        address = self.bundles[0].node_ip
+        call = Call(f"{self.name}: the first one to start", self.actors[0].free_port.remote(address))
+        (port,) = await all_of([call], seconds)
+        path = None if checkpoint is None else str(checkpoint.path)
+        size = len(self.actors)
+        refs = [
+            actor.build.remote(Meeting(rank, size, address, port), num_rollout, path)
+            for rank, actor in enumerate(self.actors)
+        ]
+        self._data_ranks = await all_of(self.calls("the start", refs), seconds)
+
+    def put(self, shares: Sequence[Any]) -> list[Any]:
+        """One reference for each rank, to the share of its samples; neighbours with the same samples get the same."""
+        import ray
+
+        refs = [ray.put(share) for share in shares]
+        return [refs[rank] for rank in self._data_ranks]
+
+    def one_each(self, refs: Sequence[Any]) -> list[Any]:
+        """Of results of all ranks those of one rank for each share."""
+        return list(dict(zip(self._data_ranks, refs, strict=True)).values())
+
+    def calls(self, what: str, refs: Sequence[Any]) -> list[Call]:
+        """The ranks' calls with a name each."""
+        many = len(self.actors) > 1
+        return [Call(f"{self.name}{f' {rank}' if many else ''}: {what}", ref) for rank, ref in enumerate(refs)]
+
+    def sleeping(self) -> list[Call]:
+        return self.calls("sleep", [actor.sleep.remote() for actor in self.actors])
+
+    def waking(self) -> list[Call]:
+        return self.calls("wake", [actor.wake.remote() for actor in self.actors])
+
+
+async def all_of(calls: Sequence[Call], seconds: float) -> list[Any]:
+    """The values of calls that go on side by side. A rank that dies or is late is a `WorkerLostError`: the run can be
+    resumed. Of several errors the first one that names a dead rank is raised, or else the first."""
+    pending: list[Coroutine[Any, Any, Any]] = [settle(call.ref, call.what, seconds) for call in calls]
+    tasks = [asyncio.create_task(call) for call in pending]
+    try:
+        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting:
+            await asyncio.wait(waiting, timeout=LOSS_SECONDS)
+        errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
+        if not errors:
+            return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    error = next((e for e in errors if isinstance(e, WorkerLostError)), errors[0])
+    if isinstance(error, RankError | DeadlineError):
+        raise WorkerLostError(str(error)) from error
+    raise error
