@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 10.0
 
 
+class RefusedError(EngineError):
+    """The server answered with an error; `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
 @dataclass(frozen=True, eq=False)
 class HttpCalls:
     """One server. `name` is what messages call it."""
@@ -42,19 +50,24 @@ class HttpCalls:
         """The JSON that the server answers; None for an empty answer.
 
         Raises `EngineLostError` where nobody answers, or not within `seconds` (None: the deadline is the caller's), and
-        `EngineError` with what the server says where it refuses.
+        `RefusedError` with what the server says where it refuses.
         """
         import httpx2
 
         timeout = httpx2.Timeout(seconds, connect=CONNECT_SECONDS)
         try:
-            reply = await self.client.request(method, path, json=body, params=params, timeout=timeout)
+            # A server that fails closes its connection after the answer: the next request must not be sent on it.
+            headers = {} if seconds is None else {"Connection": "close"}
+            reply = await self.client.request(
+                method, path, json=body, params=params, timeout=timeout, headers=headers
+            )
         except httpx2.TimeoutException as error:
             raise EngineLostError(f"{self.name} did not answer {path} within {seconds or CONNECT_SECONDS:g} s") from error
         except (httpx2.HTTPError, OSError, RuntimeError) as error:  # RuntimeError: the client was closed meanwhile
             raise EngineLostError(f"{self.name} is gone: {path} ended with {error!r}") from error
         if reply.status_code >= 400:
-            raise EngineError(f"{self.name} refused {path} ({reply.status_code}): {said(reply.text)}")
+            message = f"{self.name} refused {path} ({reply.status_code}): {said(reply.text)}"
+            raise RefusedError(message, reply.status_code)
         if not reply.content:
             return None
         try:

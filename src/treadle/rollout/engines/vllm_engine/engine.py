@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from treadle.errors import DeadlineError, EngineError, EngineLostError
 from treadle.rollout.engines.base import EnginePart
-from treadle.rollout.engines.http_calls import HttpCalls
+from treadle.rollout.engines.http_calls import HttpCalls, RefusedError
 from treadle.rollout.engines.server_process import ServerProcess
 from treadle.rollout.engines.vllm_engine.replies import GENERATE, completion_of, request_of
 from treadle.types import Completion, SamplingParams, Status
@@ -111,6 +111,10 @@ class VllmEngine:
             if self._closed:
                 return _aborted(index)
             raise self._lost(error) from error
+        except RefusedError as error:
+            if error.status < 500:
+                raise
+            raise self._lost(EngineLostError(str(error))) from error  # its scheduler died, not this request
         return completion_of(reply, index, self._eos, self._calls.name)
 
     async def abort(self) -> None:
