@@ -55,13 +55,19 @@ def make_vllm_engine(address, codec, max_rows):
     return VllmEngine(HttpCalls.to(address, "vllm"), codec.eos_token_ids, VllmLimits(CONTEXT))
 
 
+async def set_vllm_version(engine, version):
+    await engine.set_version(version)
+
+
 ENGINES = {
     "torch": EngineCase(make_torch_engine, set_torch_version),
-    "vllm": EngineCase(make_vllm_engine, VllmEngine.set_version, "vllm_address", seeded=False, bounded=False),
+    "vllm": EngineCase(make_vllm_engine, set_vllm_version, "vllm_address", seeded=False, bounded=False),
 }
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.engines] if c.server else []) for name, c in ENGINES.items()])
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.engines] if c.server else []) for name, c in ENGINES.items()]
+)
 def engine_case(request) -> EngineCase:
     case = ENGINES[request.param]
     for name, has in (("seeded", case.seeded), ("bounded", case.bounded)):
@@ -130,7 +136,6 @@ async def _started(launch: VllmLaunch) -> VllmEngine:
     engine = await start_vllm(launch, {0}, VllmLimits(CONTEXT))
     await engine.set_version(0)
     return engine
-
 
 
 class WithoutSeeds:

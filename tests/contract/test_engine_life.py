@@ -253,7 +253,7 @@ def test_close_ends_what_is_in_flight(serve, complete, make_prompts):
 
     for completion in serve(use):
         assert completion.status is Status.ABORTED
-        assert 3 <= len(completion.token_ids) < 200
+        assert 1 <= len(completion.token_ids) < 200
 
 
 def test_close_while_paused(serve, complete, make_prompts):

@@ -58,11 +58,11 @@ class HttpCalls:
         try:
             # A server that fails closes its connection after the answer: the next request must not be sent on it.
             headers = {} if seconds is None else {"Connection": "close"}
-            reply = await self.client.request(
-                method, path, json=body, params=params, timeout=timeout, headers=headers
-            )
+            reply = await self.client.request(method, path, json=body, params=params, timeout=timeout, headers=headers)
         except httpx2.TimeoutException as error:
-            raise EngineLostError(f"{self.name} did not answer {path} within {seconds or CONNECT_SECONDS:g} s") from error
+            raise EngineLostError(
+                f"{self.name} did not answer {path} within {seconds or CONNECT_SECONDS:g} s"
+            ) from error
         except (httpx2.HTTPError, OSError, RuntimeError) as error:  # RuntimeError: the client was closed meanwhile
             raise EngineLostError(f"{self.name} is gone: {path} ended with {error!r}") from error
         if reply.status_code >= 400:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -300,6 +300,3 @@ def _aborted(index: int) -> Completion:
 
     nothing = np.zeros(0, dtype=np.int32)
     return Completion(index, nothing, nothing.astype(np.float32), nothing, Status.ABORTED, "abort")
-
-
-StartVllm = Callable[[int], VllmEngine]

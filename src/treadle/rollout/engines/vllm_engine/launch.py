@@ -20,9 +20,6 @@ from treadle.rollout.engines.server_process import ServerCommand, ServerProcess,
 from treadle.rollout.engines.vllm_engine.engine import VllmEngine, VllmLimits
 from treadle.weights.vllm_plugin import BACKEND
 
-OWN_ARGUMENTS = ("model", "host", "port", "dtype", "logprobs-mode", "weight-transfer-config", "enable-scale-out", "seed")
-"""Arguments of the server that Treadle gives itself."""
-
 _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, sys
 names = [d.metadata["Name"] for d in m.distributions()]
@@ -46,7 +43,7 @@ class VllmLaunch:
     max_num_seqs: int = 256
     seed: int = 0
     threads: int | None = None
-    arguments: Mapping[str, str | bool | tuple[str, ...]] = field(default_factory=dict)
+    arguments: Mapping[str, str | bool | int | float | tuple[str, ...]] = field(default_factory=dict)
 
 
 async def start_vllm(
@@ -100,9 +97,6 @@ def arguments_of(launch: VllmLaunch, port: int) -> list[str]:
     if launch.device != "cpu":
         own["enable-sleep-mode"] = True
     given = {name.replace("_", "-"): value for name, value in launch.arguments.items()}
-    taken = sorted(set(given) & set(OWN_ARGUMENTS))
-    if taken:
-        raise EngineError(f"--vllm-{taken[0]} is not yours to give: Treadle sets it itself")
     words: list[str] = []
     for name, value in {**own, **given}.items():
         if value is False:
@@ -110,13 +104,12 @@ def arguments_of(launch: VllmLaunch, port: int) -> list[str]:
         elif value is True:
             words.append(f"--{name}")
         else:
-            words += [f"--{name}", *([value] if isinstance(value, str) else map(str, value))]
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return words
 
 
 def variables_of(launch: VllmLaunch, plugin: Path) -> dict[str, str]:
     """Variables of the server: its plugin, its control endpoints, no look at a hub, and its share of a CPU machine."""
-    paths = [str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {
         "PYTHONPATH": str(plugin),
         "VLLM_SERVER_DEV_MODE": "1",
@@ -124,7 +117,6 @@ def variables_of(launch: VllmLaunch, plugin: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    assert paths
     if launch.device == "cpu":
         found |= {
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -163,10 +155,14 @@ def plugin_folder(python: str) -> Path:
 def probe(python: str) -> dict[str, str | bool | None]:
     """Which vLLM an interpreter has, whether it has xxhash, and what kind it is."""
     try:
-        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+        done = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )
         found: dict[str, str | bool | None] = json.loads(done.stdout)
     except OSError as error:
-        raise EngineError(f"can't run {python} ({error.strerror}); give the interpreter that has vllm with --engine-python") from error
+        raise EngineError(
+            f"can't run {python} ({error.strerror}); give the interpreter that has vllm with --engine-python"
+        ) from error
     except (subprocess.TimeoutExpired, ValueError) as error:
         raise EngineError(f"{python} is no Python interpreter that works; give another with --engine-python") from error
     return found
