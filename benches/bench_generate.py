@@ -95,9 +95,7 @@ def vllm_side(eager: bool) -> Callable[[Work], Answer]:
     llm = LLM(model=model_path(), dtype="bfloat16", enforce_eager=eager, max_model_len=512, max_num_seqs=256)
 
     def run(work: Work) -> Answer:
-        params = SamplingParams(
-            n=work["samples"], temperature=1.0, max_tokens=work["new"], ignore_eos=True, logprobs=0
-        )
+        params = SamplingParams(n=work["samples"], temperature=1.0, max_tokens=work["new"], ignore_eos=True, logprobs=0)
         began = time.perf_counter()
         outs = llm.generate([{"prompt_token_ids": p} for p in prompts_of(work)], params, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -126,7 +124,8 @@ def main() -> None:
     parser.add_argument("--no-transformers", action="store_true")
     args = parser.parse_args()
     if args.side:
-        return serve(SIDES[args.side])
+        serve(SIDES[args.side])
+        return
     from treadle.models.bundled import resolve
 
     env = {"BENCH_MODEL": str(resolve(args.model))}

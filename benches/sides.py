@@ -1,6 +1,6 @@
 """Run several programs over the same work in turns, each in a process of its own, and report ratios.
 
-A *side* is a bench script started with `--side NAME`: it prepares, then answers each work order (a JSON line on its
+A side that is not at work is stopped (SIGSTOP). A *side* is a bench script started with `--side NAME`: it prepares, then answers each work order (a JSON line on its
 standard input) with one JSON line. Sides run one at a time and in turns, so that a slow minute of a shared machine
 hits all of them; what is compared is the median over the turns. A peer that needs other packages runs under another
 Python, given by a flag.
@@ -8,9 +8,11 @@ Python, given by a flag.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,8 +24,8 @@ from typing import Any
 
 START_SECONDS = 600.0
 TURN_SECONDS = 900.0
-REST_SECONDS = 0.6
-"""Between turns: OpenMP threads of the side before keep spinning for a moment."""
+REST_SECONDS = 0.3
+"""Between turns: let the machine settle."""
 
 Work = dict[str, Any]
 Answer = dict[str, Any]
@@ -34,7 +36,7 @@ class Side:
 
     def __init__(self, name: str, script: Path, python: str = sys.executable, env: Mapping[str, str] | None = None):
         self.name = name
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the side)
         self._process = subprocess.Popen(
             [python, str(script), "--side", name],
             stdin=subprocess.PIPE,
@@ -42,18 +44,30 @@ class Side:
             stderr=self._log,
             env={**os.environ, **(env or {})},
             bufsize=0,
+            start_new_session=True,
         )
         self._answer(START_SECONDS, "start")
+        self._signal(signal.SIGSTOP)
 
     def run(self, work: Work) -> Answer:
         """Have the side do one piece of work; its answer must have the key `seconds`."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(work).encode() + b"\n")
-        return self._answer(TURN_SECONDS, f"finish {work}")
+        try:
+            return self._answer(TURN_SECONDS, f"finish {work}")
+        finally:
+            self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        self._process.kill()
+        self._signal(signal.SIGKILL)
         self._process.wait()
+        self._log.close()
+
+    def _signal(self, number: int) -> None:
+        """To the side and all its processes: a peer's workers may spin while they wait, which others would feel."""
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            os.killpg(self._process.pid, number)
 
     def _answer(self, seconds: float, what: str) -> Answer:
         """The next JSON line of the side; other lines it prints are passed over."""

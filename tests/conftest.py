@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -31,6 +32,9 @@ CHAT_TEMPLATE = (
 )
 VOCABULARY = len(SPECIAL_TOKENS) + len(CHARACTERS)
 CONTEXT = 256
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -210,7 +214,7 @@ def make_trainer(tiny_model_dir: Path) -> Callable[..., Trainer]:
     ) -> Trainer:
         config = _make_config(**{"adam_eps": 1.0, "lr": 1.0, "clip_grad": 1e9, **fields})
         reference = None
-        if build_objective(config.algorithm, 64, config.reward.part_weights).needs_reference:
+        if build_objective(config.algorithm, 64, config.reward.part_weights).needs.ref_logprobs:
             other = copy.deepcopy(loaded).requires_grad_(False)
             generator = torch.Generator().manual_seed(0)
             for param in other.parameters():

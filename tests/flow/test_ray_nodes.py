@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from treadle.config import Config
-from treadle.errors import ConfigError, DeadlineError
+from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError
 from treadle.run import placement
+from treadle.run.ray_calls import settle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -70,6 +71,38 @@ def test_while_it_waits_it_says_what_is_wanted_and_what_is_free(
         place(config, notes, can_grow=True)
     assert len(notes) >= 3
     assert "waiting for 100 workers with 1 CPU each; the cluster has" in notes[0]
+
+
+class Refuses:
+    """A worker that does not start, or fails when asked."""
+
+    def __init__(self, *, starts: bool):
+        if not starts:
+            raise ConfigError("the run's folder is not here")
+
+    def ask(self, how: str) -> str:
+        if how == "ours":
+            raise EngineError("too long a prompt")
+        if how == "theirs":
+            raise KeyError("weight")
+        time.sleep(5)
+        return "late"
+
+
+@pytest.mark.parametrize(
+    ("starts", "how", "kind", "text"),
+    [
+        (False, "ours", TreadleError, "the question: its worker did not start: .*the run's folder is not here"),
+        (True, "ours", EngineError, "^too long a prompt$"),
+        (True, "theirs", TreadleError, "the question failed: KeyError: 'weight'"),
+        (True, "late", DeadlineError, "^waited 0.5 s for the question$"),
+    ],
+)
+def test_what_a_call_of_a_worker_can_end_in(ray_here: Any, starts: bool, how: str, kind: type, text: str) -> None:
+    worker = ray_here.remote(Refuses).options(num_cpus=0).remote(starts=starts)
+    with pytest.raises(kind, match=text):
+        asyncio.run(settle(worker.ask.remote(how), "the question", 0.5 if how == "late" else 60.0))
+    ray_here.kill(worker)
 
 
 def start(flags: list[str], folder: Path, *more: str) -> subprocess.Popen:

@@ -95,6 +95,7 @@ class Estimator:
     needs_values: bool = False
     needs_parts: bool = False  # reads `reward_parts`
     whitens: bool = False
+    divides_by_mean: bool = False  # by that of the group, so rewards must not be negative
     policy_loss: str = "ppo"  # the loss it is used with unless another is asked for
 
 
@@ -338,7 +339,9 @@ _ALL = (
         per_token_reward=True,
         whitens=True,
     ),
-    Estimator("maxrl", _maxrl, broadcast, "Tajwar et al. 2026, arXiv 2602.02710", needs_group=True),
+    Estimator(
+        "maxrl", _maxrl, broadcast, "Tajwar et al. 2026, arXiv 2602.02710", needs_group=True, divides_by_mean=True
+    ),
     Estimator("opo", _opo, broadcast, "Hao et al. 2025, arXiv 2505.23585", needs_group=True),
     Estimator(
         "gdpo", _gdpo, broadcast, "GDPO 2026, arXiv 2601.05242", needs_group=True, needs_parts=True, whitens=True

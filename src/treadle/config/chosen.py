@@ -30,13 +30,15 @@ def kl_is_weighted(config: Config) -> bool:
 
 
 def ignores_scale(config: Config, traits: Estimator) -> bool:
-    """True where advantages are the same for rewards times any factor: something divides by their spread."""
+    """True where advantages are the same for rewards times any factor: something divides by their spread or mean."""
     algorithm = config.algorithm
     if algorithm.overlong_buffer_len is not None or traits.uses_critic:  # a penalty, or a value, of fixed size
         return False
     whitened = traits.whitens or algorithm.normalize_advantages
     alone = algorithm.kl_coef == 0 and algorithm.opd_kl_coef == 0
-    in_group = (traits.divides_by_std and algorithm.grpo_std_normalization) or traits.divides_by_mean
+    if traits.divides_by_mean:
+        return config.reward.reward_bias == 0  # a bias is added after the scale
+    in_group = traits.divides_by_std and algorithm.grpo_std_normalization
     return in_group or (whitened and alone)
 
 

@@ -58,6 +58,9 @@ TRUNCATING_CORRECTIONS: frozenset[str] = frozenset({"sequence", "geometric", "de
 
 KL_ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "low_var_kl", "abs", "k3+")
 
+UNBIASED_BY_RATIO: frozenset[str] = frozenset({"k1", "k3", "low_var_kl"})
+"""KL estimators whose gradient is that of KL(policy ‖ reference) once times the ratio; low_var_kl where it is not cut."""
+
 REWARDS: tuple[str, ...] = ("math", "last_number", "exact", "regex", "reasoning_gym")
 
 LABEL_REWARDS: frozenset[str] = frozenset({"math", "last_number", "exact"})

@@ -13,6 +13,7 @@ from treadle.config.names import (
     CORRECTIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
+    UNBIASED_BY_RATIO,
 )
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
@@ -141,8 +142,27 @@ def reference_follows_one_way(config: Config) -> Iterator[Finding]:
 
 
 def unbiased_kl_is_used(config: Config) -> Iterator[Finding]:
-    if config.algorithm.use_unbiased_kl and not config.algorithm.use_kl_loss:
+    algorithm = config.algorithm
+    if algorithm.use_unbiased_kl and not algorithm.use_kl_loss:
         yield fault("use_unbiased_kl does nothing without use_kl_loss")
+    elif (
+        algorithm.use_unbiased_kl
+        and algorithm.kl_loss_type in KL_ESTIMATORS
+        and algorithm.kl_loss_type not in UNBIASED_BY_RATIO
+    ):
+        yield warning(
+            f"use_unbiased_kl with kl_loss_type = {algorithm.kl_loss_type} does not give the gradient of the KL; it does "
+            f"with {', '.join(sorted(UNBIASED_BY_RATIO))}"
+        )
+
+
+def kl_loss_pulls(config: Config) -> Iterator[Finding]:
+    algorithm = config.algorithm
+    if algorithm.use_kl_loss and algorithm.kl_loss_type == "k1" and not algorithm.use_unbiased_kl:
+        yield warning(
+            "kl_loss_type = k1 in the loss holds nothing back: its gradient is 0 on average; add use_unbiased_kl, or use "
+            "another"
+        )
 
 
 def overlong_penalty_is_used(config: Config) -> Iterator[Finding]:
@@ -291,6 +311,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     own_functions_stand_alone,
     reference_follows_one_way,
     unbiased_kl_is_used,
+    kl_loss_pulls,
     overlong_penalty_is_used,
     critic_is_used,
     policy_is_trained_too,

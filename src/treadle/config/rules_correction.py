@@ -88,9 +88,9 @@ def rejection_is_whole(config: Config) -> Iterator[Finding]:
         algorithm.correction_reject_low,
         algorithm.correction_reject_high,
     )
-    if level is not None and low is None and high is None:
+    if level is not None and not low and high is None:  # a weight is never below 0
         yield fault(
-            f"correction_reject_level = {level} drops nothing without a bound; set correction_reject_low or _high"
+            f"correction_reject_level = {level} drops nothing without a bound; set correction_reject_low (above 0) or _high"
         )
     for name, value in (("correction_reject_low", low), ("correction_reject_high", high)):
         if level is None and value is not None:

@@ -41,7 +41,9 @@ def filter_sees_the_signal(config: Config) -> Iterator[Finding]:
     found = estimator_of(config)
     if config.rollout.group_filter != "zero_signal":
         return
-    if config.algorithm.opd_kl_coef > 0:
+    if config.algorithm.opd_kl_coef > 0 and not config.reward.targets and not config.debug.debug_train_only:
+        yield fault("group_filter zero_signal drops every group of a run without a reward; drop it")
+    elif config.algorithm.opd_kl_coef > 0:
         yield warning("group_filter zero_signal drops groups of equal rewards, which the teacher would still teach")
     if found and found[1].uses_parts:
         yield warning(f"group_filter zero_signal looks at the sum of the rewards, {found[0]} at each of them")
@@ -97,6 +99,9 @@ def conditioned_rewards_are_read(config: Config) -> Iterator[Finding]:
         yield fault(f"{_joined(unread)} does nothing with {name}: its advantages do not change by it; drop it")
     if traits.divides_by_mean and "normalize_rewards_running" in given:
         yield fault(f"normalize_rewards_running makes rewards negative, and {name} divides by their mean; drop it")
+    if traits.divides_by_mean and config.algorithm.overlong_buffer_len is not None:
+        buffer = config.algorithm.overlong_buffer_len
+        yield fault(f"overlong_buffer_len = {buffer} makes rewards negative, and {name} divides by their mean; drop it")
 
 
 def _joined(given: dict[str, object]) -> str:

@@ -38,6 +38,10 @@ class ModelSection(Section):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
+    fused_ops: bool = Field(
+        True,
+        description="Compute norms, and on a CPU the engine's whole layers, with fewer and larger operations where the architecture is known; off runs the module as it is.",
+    )
     attention_backend: Literal["auto", "batched", "sdpa"] = Field(
         "auto",
         description="How packed sequences attend: `batched` matmuls over similar lengths, `sdpa` one call per sequence.",

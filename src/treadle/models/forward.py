@@ -32,7 +32,10 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, D] → logits [N, V], in the dtype of the weight."""
-        out = F.linear(hidden, self.weight, self.bias)
+        return self.finish(F.linear(hidden, self.weight, self.bias))
+
+    def finish(self, out: Tensor) -> Tensor:
+        """What comes after the matmul and the bias: scale and soft cap."""
         if self.scale != 1.0:
             out = out * self.scale
         return out if self.softcap is None else torch.tanh(out / self.softcap) * self.softcap

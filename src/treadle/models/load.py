@@ -12,6 +12,7 @@ import torch
 from treadle.errors import ModelError
 from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
+from treadle.models.norm import fuse_norms
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -78,11 +79,13 @@ def load_config(path: str) -> PretrainedConfig:
         raise ModelError(f"no model at {path!r}: {first_line(error)}") from error
 
 
-def load_model(path: str, dtype: torch.dtype, device: torch.device, *, trainable: bool = True) -> PreTrainedModel:
+def load_model(
+    path: str, dtype: torch.dtype, device: torch.device, *, trainable: bool = True, fused: bool = True
+) -> PreTrainedModel:
     """Load a model with Treadle's attention and check that packing is exact for it.
 
     Weights are in `dtype`; dropout is switched off, since the policy that is trained must be the one that
-    generates. Raises `ModelError` for a folder that is not a causal language model or an architecture that can't
+    generates. `fused` replaces norms by ours (`models/norm.py`). Raises `ModelError` for a folder that is not a causal language model or an architecture that can't
     be packed.
     """
     from transformers import AutoModelForCausalLM
@@ -112,11 +115,13 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, *, trainable
     model.requires_grad_(trainable)
     model.eval()
     _switch_dropout_off(model)
+    if fused:
+        fuse_norms(model)
     check_forward(model, FORWARD_TOLERANCE[dtype])
     return model
 
 
-def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True) -> PreTrainedModel:
+def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused: bool = True) -> PreTrainedModel:
     """The model of a folder with Treadle's attention and without memory: its weights are on the `meta` device."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -129,6 +134,8 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True) -> Pre
     model.requires_grad_(trainable)
     model.eval()
     _switch_dropout_off(model)
+    if fused:
+        fuse_norms(model)
     return model
 
 

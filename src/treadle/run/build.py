@@ -23,7 +23,7 @@ from treadle.rollout.manager import RolloutManager
 from treadle.rollout.rewards import RewardScorer, build_scorer
 from treadle.run.evaluate import EvalSet, eval_sampling
 from treadle.training.critic import Critic
-from treadle.training.objective import build_objective
+from treadle.training.objective import Objective, build_objective
 from treadle.training.parallel import Grid, ParallelModel, ParallelSpec, as_parallel
 from treadle.training.reference import Reference
 from treadle.training.spread import load_parallel
@@ -65,12 +65,21 @@ def load_source(config: Config, codec: Codec, max_prompt: int, progress: Progres
 def load_policy(config: Config, path: str, *, trainable: bool = True) -> PreTrainedModel:
     """A model of the run, in its compute dtype and on its device."""
     model = config.model
-    return load_model(path, compute_dtype(model.dtype, model.device), pick_device(model.device), trainable=trainable)
+    dtype, device = compute_dtype(model.dtype, model.device), pick_device(model.device)
+    return load_model(path, dtype, device, trainable=trainable, fused=model.fused_ops)
 
 
 def load_on_ranks(config: Config, path: str, grid: Grid, *, trainable: bool = True) -> ParallelModel:
     """A model of the run on the ranks of a grid, which all call this."""
-    return load_parallel(path, compute_dtype(config.model.dtype, config.model.device), grid, trainable=trainable)
+    model = config.model
+    dtype = compute_dtype(model.dtype, model.device)
+    return load_parallel(path, dtype, grid, trainable=trainable, fused=model.fused_ops)
+
+
+def _load_frozen(config: Config, path: str, grid: Grid) -> ParallelModel:
+    """A model that only scores: in host memory, and lent to the device when it does."""
+    model = load_on_ranks(config, path, grid, trainable=False)
+    return model if model.is_sharded else model.to("cpu")
 
 
 def check_one_process(config: Config, warn: Callable[[str], None]) -> None:
@@ -110,6 +119,30 @@ def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing
     return path
 
 
+def resolve_objective(config: Config) -> Objective:
+    """The algorithm as functions; loads no weights.
+
+    Raises `ConfigError` for what can't be told from the configuration alone: functions of the user's that break their
+    contract, a critic's flags or groups of one where the user's estimator says it has no critic or compares groups,
+    and bounds that cross the usual ones.
+    """
+    algorithm = config.algorithm
+    objective = build_objective(algorithm, config.rollout.rollout_max_response_len, config.reward.part_weights)
+    own = algorithm.custom_advantage_path
+    if own is None:  # the rules of the configuration know the others
+        return objective
+    if not objective.needs.values:
+        fields = type(config.critic).model_fields
+        given = [f"{k} = {v}" for k, v in config.critic.model_dump().items() if v != fields[k].default]
+        if given:
+            raise ConfigError(f"{', '.join(given)} does nothing with custom_advantage_path {own!r}: it has no critic")
+    if objective.needs.groups and config.rollout.n_samples_per_prompt == 1 and not objective.needs.teacher_logprobs:
+        raise ConfigError(
+            f"n_samples_per_prompt = 1 gives custom_advantage_path {own!r} nothing to compare; set 2 or more"
+        )
+    return objective
+
+
 def build_trainer(
     config: Config,
     model: PreTrainedModel | ParallelModel,
@@ -124,23 +157,22 @@ def build_trainer(
     arithmetic = batch_arithmetic(config)
     policy = as_parallel(model)
     reference = None
-    response = config.rollout.rollout_max_response_len
-    objective = build_objective(config.algorithm, response, config.reward.part_weights)
-    if objective.needs_reference:
+    objective = resolve_objective(config)
+    if objective.needs.ref_logprobs:
         path = resolve(config.model.ref_load or config.model.hf_checkpoint)
-        reference = Reference(load_on_ranks(config, path, policy.grid, trainable=False), config.algorithm)
+        reference = Reference(_load_frozen(config, path, policy.grid), config.algorithm)
     steps = arithmetic.num_steps_per_rollout
     critic = None
-    if objective.needs_values:
+    if objective.needs.values:
         path = resolve(config.critic.critic_load or config.model.hf_checkpoint)
         dtype = compute_dtype(config.model.dtype, config.model.device)
-        value_model = load_parallel(path, dtype, policy.grid, wrap=value_model_of(Path(path)))
+        value_model = load_parallel(
+            path, dtype, policy.grid, wrap=value_model_of(Path(path)), fused=config.model.fused_ops
+        )
         critic = Critic(value_model, config, num_rollout * steps, progress.warn)
     teacher = None
     if teacher_path is not None:
-        teacher = load_on_ranks(config, teacher_path, policy.grid, trainable=False)
-        if not teacher.is_sharded:
-            teacher.to("cpu")  # lent to the device when it scores
+        teacher = _load_frozen(config, teacher_path, policy.grid)
     policy_steps = (num_rollout - config.critic.num_critic_only_steps) * steps
     return Trainer(policy, config, arithmetic, policy_steps, reference, progress.warn, critic, teacher)
 
@@ -149,7 +181,8 @@ def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec) -> T
     """The embedded engine on this module."""
     rollout = config.rollout
     assert rollout.rollout_engine == "torch"
-    return TorchEngine(model, codec, EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB)))
+    limits = EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), config.model.fused_ops)
+    return TorchEngine(model, codec, limits)
 
 
 def manager_of(config: Config, engine: Engine, codec: Codec, max_length: int) -> RolloutManager:

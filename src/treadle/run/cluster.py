@@ -245,6 +245,9 @@ async def train_on_cluster(session: Session, recipe_name: str, stop: Stop) -> di
 
 
 def _teacher(session: Session) -> str | None:
+    """The teacher's folder; what is wrong with the objective or with it is told before any worker starts."""
+    if not session.config.debug.debug_rollout_only:
+        build.resolve_objective(session.config)
     return build.find_teacher(session.config, session.codec, session.max_prompt)
 
 

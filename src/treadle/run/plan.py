@@ -65,8 +65,10 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     check_config(config)
     from treadle.chat import load_codec
     from treadle.models.bundled import resolve
-    from treadle.run.build import find_teacher, longest_prompt
+    from treadle.run.build import find_teacher, longest_prompt, resolve_objective
 
+    if not config.debug.debug_rollout_only:
+        resolve_objective(config)
     name = config.model.hf_checkpoint
     path = resolve(name, fetch_missing=False)
     if path != name and not (Path(path) / "config.json").is_file():

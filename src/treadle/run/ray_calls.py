@@ -38,6 +38,8 @@ async def settle(ref: Any, what: str, timeout_seconds: float | None) -> Any:
             raise TreadleError(f"{what} was cancelled") from error
         raise TreadleError(f"{what} failed: {_last_line(error)}") from error
     except RayActorError as error:
+        if "creation task" in str(error):  # it refused to start: to try again would end the same way
+            raise TreadleError(f"{what}: its worker did not start: {_last_line(error)}") from error
         raise WorkerLostError(f"{what}: its worker died ({_how(error)})") from error
     except RayError as error:
         raise WorkerLostError(f"{what}: {_last_line(error)}") from error

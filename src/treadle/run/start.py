@@ -88,6 +88,8 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
     source = None
     if not config.debug.debug_train_only:
         source = build.load_source(config, session.codec, session.max_prompt, progress)
+    if not config.debug.debug_rollout_only:
+        build.resolve_objective(config)  # a mistake is told before a model is loaded
     teacher = build.find_teacher(config, session.codec, session.max_prompt)
     schedule = schedule_of(session, None if source is None else len(source))
     seed_everything(config.train.seed)

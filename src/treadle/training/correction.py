@@ -10,6 +10,7 @@ from torch import Tensor
 from treadle.algorithms.corrections import Bound, CorrectionSettings, Level, correct, find_correction, m2po_mask
 from treadle.algorithms.selection import top_entropy_mask
 from treadle.config import AlgorithmSection
+from treadle.errors import ConfigError
 from treadle.training.batch import Batch
 from treadle.training.ranks import ALONE, Ranks
 
@@ -17,7 +18,7 @@ from treadle.training.ranks import ALONE, Ranks
 def correction_settings(section: AlgorithmSection) -> CorrectionSettings | None:
     """The named correction with the numbers given; None where none is asked for.
 
-    Raises `ConfigError` for an unknown name, or bounds that are out of order once the usual ones are filled in.
+    Raises `ConfigError` for an unknown name, or a bound that is on the wrong side of the other, usual one.
     """
     if section.rollout_correction is None:
         return None
@@ -32,6 +33,13 @@ def correction_settings(section: AlgorithmSection) -> CorrectionSettings | None:
         "batch_mean_one": section.correction_batch_mean_one,
     }
     usual = find_correction(section.rollout_correction)
+    low = usual.low if section.correction_low is None else section.correction_low
+    high = usual.high if section.correction_high is None else section.correction_high
+    if low > high:
+        raise ConfigError(
+            f"rollout_correction {section.rollout_correction} would have bounds {low:g} to {high:g}, one of them its usual "
+            "one; give correction_low and correction_high in order"
+        )
     return replace(usual, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -1,4 +1,4 @@
-"""What the configured algorithm computes: advantages, token weights, policy loss and KL, and which logprobs they need."""
+"""What the configured algorithm computes: advantages, token weights, policy loss and KL, and what they must be given."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from treadle.algorithms.advantages import (
 from treadle.algorithms.corrections import CorrectionSettings
 from treadle.algorithms.kl import AdaptiveKL, k3, kl_per_token, update_kl_coef
 from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, opsm_mask
+from treadle.algorithms.needs import Needs, estimator_needs, needs_of
 from treadle.algorithms.reduce import Denominators, Mode, token_weights, trajectory_tokens
 from treadle.algorithms.shaping import overlong_penalty
 from treadle.config import AlgorithmSection
@@ -38,6 +39,7 @@ class Objective:
     section: AlgorithmSection
     estimator: Estimator
     policy_loss_fn: PolicyLossFn
+    needs: Needs  # of all its parts together; the trainer computes nothing else
     max_response_len: int
     kl_weight: float  # of KL, in the reward or in the loss; moves where a target steers it
     corrections: CorrectionSettings | None
@@ -56,42 +58,15 @@ class Objective:
         return self.kl_weight if self.section.kl_coef > 0 else 0.0
 
     @property
-    def needs_teacher(self) -> bool:
-        """True where the policy is distilled from a teacher."""
-        return self.section.opd_kl_coef > 0
-
-    @property
-    def needs_reference(self) -> bool:
-        """True where KL to a reference is in the reward or in the loss (or measured, with coefficient 0)."""
-        return self.section.kl_coef > 0 or self.section.use_kl_loss
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """True where something reads the policy's logprobs before the first step (more than one step does as well)."""
-        section = self.section
-        compares_engine = section.rollout_correction is not None or section.m2po_threshold is not None
-        return section.kl_coef > 0 or compares_engine or self.needs_teacher
-
-    @property
-    def needs_entropy(self) -> bool:
-        """True where tokens are chosen by the entropy before the step."""
-        return self.section.top_entropy_fraction is not None
-
-    @property
     def only_advantages(self) -> bool:
         """True where a sample without advantage adds nothing to the loss: no entropy, no KL, no loss of the user's."""
         own_loss = self.section.custom_loss_path is not None
         return self.entropy_coef == 0 and self.kl_loss_coef == 0 and not own_loss
 
-    @property
-    def needs_values(self) -> bool:
-        """True where the estimator reads a critic."""
-        return self.estimator.needs_values
-
     def steered(self, measured_kl: float, num_samples: int) -> Objective:
         """The objective of the next rollout, its weight of KL moved towards `kl_target`.
 
-        `measured_kl` is the mean per trained token of the rollout, as `train/kl` has it, in nats.
+        `num_samples` counts trajectories; `measured_kl` is the mean per trained token of the rollout, as `train/kl` has it, in nats.
         """
         target, horizon = self.section.kl_target, self.section.kl_horizon
         assert target is not None
@@ -115,11 +90,20 @@ class Objective:
     def zero_reward_is_zero_advantage(self) -> bool:
         """True where a sample whose shaped reward is 0 has no advantage, whatever the models say of its tokens."""
         whitens = self.section.normalize_advantages or self.estimator.whitens
-        return self.estimator.spread is broadcast and not whitens and not self.needs_teacher
+        return self.estimator.spread is broadcast and not whitens and not self.needs.teacher_logprobs
 
     def shaped(self, batch: Batch) -> Float[Tensor, " S"]:
-        """The rewards of whole groups, compared within each group; all of it is known before a model is asked."""
-        return shape_rewards(self.estimator, self._inputs(batch), self._settings)
+        """The rewards of whole groups, compared within each group; all of it is known before a model is asked.
+
+        Raises `ConfigError` for a negative reward where rewards are divided by their mean.
+        """
+        inputs = self._inputs(batch)
+        if self.estimator.divides_by_mean and (inputs.rewards < 0).any():
+            raise ConfigError(
+                f"advantage_estimator {self.estimator.name} divides by the mean reward and can't take a negative one, got "
+                f"{float(inputs.rewards.min()):g}; shift rewards with reward_bias, or cut them with reward_clip_low = 0"
+            )
+        return shape_rewards(self.estimator, inputs, self._settings)
 
     def advantages(self, batch: Batch, ranks: Ranks = ALONE) -> Advantages:
         """Advantages and returns of this rank's share of a rollout, each float32 [T], 0 on untrained tokens.
@@ -223,15 +207,36 @@ def build_objective(
     `part_weights` are those of the rewards, by the name of their part, for estimators that read them one by one.
     """
     estimator = chosen_estimator(section)
-    parts = dict(part_weights or {}) if estimator.needs_parts else {}
-    if estimator.needs_parts and not parts:
+    policy_loss = chosen_policy_loss(section, estimator)
+    needs = estimator_needs(estimator) | needs_of(*_parts(section, estimator))
+    parts = dict(part_weights or {}) if needs.reward_parts else {}
+    if needs.reward_parts and not parts:
         raise ConfigError(f"advantage {estimator.name!r} reads the rewards one by one; name them with rm_type")
     return Objective(
         section,
         estimator,
-        chosen_policy_loss(section, estimator),
+        policy_loss,
+        needs,
         max_response_len,
         kl_weight=section.kl_coef or (section.kl_loss_coef if section.use_kl_loss else 0.0),
         corrections=correction_settings(section),
         part_weights=parts,
     )
+
+
+def _parts(section: AlgorithmSection, estimator: Estimator) -> list[str]:
+    """Names in the table of needs of everything the section switches on, beside the estimator."""
+    own_loss = section.custom_loss_path is not None
+    switched = {
+        f"policy_loss/{'custom' if own_loss else section.policy_loss or estimator.policy_loss}": True,
+        f"kl_loss/{section.kl_loss_type}": section.use_kl_loss,  # measured where its coefficient is 0
+        "unbiased_kl": section.use_kl_loss and section.use_unbiased_kl,
+        "kl_reward": section.kl_coef > 0,
+        "distillation": section.opd_kl_coef > 0,
+        "whitening": section.normalize_advantages,
+        f"correction/{section.rollout_correction}": section.rollout_correction is not None,
+        "m2po": section.m2po_threshold is not None,
+        "opsm": section.opsm_delta is not None,
+        "top_entropy": section.top_entropy_fraction is not None,
+    }
+    return [name for name, is_on in switched.items() if is_on]

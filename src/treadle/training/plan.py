@@ -38,7 +38,7 @@ class RankShare:
     batch: Batch
     steps: tuple[tuple[int, ...], ...]
     measured_groups: tuple[int, ...]
-    num_samples: int  # of the whole rollout, as the next one
+    num_trajectories: int  # of the whole rollout, as the next one
     num_tokens: int  # prompts counted with every sample
     metrics: tuple[Metric, ...] = ()
 
@@ -63,16 +63,19 @@ class Planner:
         """What each rank trains on; failed samples are left out and counted."""
         samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
         batch = batch_of(samples, tuple(self.objective.part_weights))
-        rewards, self.reward_moments = condition_rewards(batch.rewards, self.config.reward, self.reward_moments)
+        rewards, self.reward_moments = condition_rewards(
+            batch.rewards, self.config.reward, self.reward_moments, batch.trajectory_ids
+        )
         batch = replace(batch, rewards=rewards)
         batch = replace(batch, shaped=self.objective.shaped(batch))
-        asked = self.config.algorithm.mask_truncated
-        masked = [asked and sample.status is Status.TRUNCATED for sample in samples]
-        if any(masked):  # they count in their group's statistics and not in the loss
-            metrics.append(metric("rollout/dropped/truncated", sum(masked)))
+        num_trajectories = batch.trajectory_ids.unique().numel()
+        if self.config.algorithm.mask_truncated:  # they count in their group's statistics and in nothing after that
+            kept = [i for i, sample in enumerate(samples) if sample.status is not Status.TRUNCATED]
+            if len(kept) < len(samples):
+                metrics.append(metric("rollout/dropped/truncated", len(samples) - len(kept)))
+            batch, steps = batch.select(kept), [steps[i] for i in kept]
         of_step = [
-            [i for i, of in enumerate(steps) if of == step and not masked[i]]
-            for step in range(self.arithmetic.num_steps_per_rollout)
+            [i for i, of in enumerate(steps) if of == step] for step in range(self.arithmetic.num_steps_per_rollout)
         ]
         batch = replace(batch, loss_weights=self._loss_weights(batch, of_step))
         ranks = self._ranks_of(batch, of_step)
@@ -81,7 +84,7 @@ class Planner:
                 batch.select(held) if self.num_ranks > 1 else batch,
                 tuple(_places(held, indices) for indices in of_step),
                 tuple(int(batch.group_ids[indices[0]]) if indices else -1 for indices in of_step),
-                num_samples=len(batch),
+                num_trajectories=num_trajectories,
                 num_tokens=int(batch.lengths.sum()),
                 metrics=tuple(metrics) if rank == 0 else (),
             )
@@ -131,7 +134,7 @@ class Planner:
     def _ranks_of(self, batch: Batch, steps: Sequence[Sequence[int]]) -> list[list[int]]:
         """The samples of each rank, ascending. Ranks have about the same work in every step, and in scoring.
 
-        Samples that are scored only (masked ones, and those known to have no advantage) are dealt by themselves.
+        Samples that are scored only, known to have no advantage, are dealt by themselves.
         """
         if self.num_ranks == 1:
             return [list(range(len(batch)))]

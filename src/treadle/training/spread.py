@@ -31,7 +31,13 @@ Wrap = Callable[["PreTrainedModel"], nn.Module]
 
 
 def load_parallel(
-    path: str, dtype: torch.dtype, grid: Grid, *, trainable: bool = True, wrap: Wrap | None = None
+    path: str,
+    dtype: torch.dtype,
+    grid: Grid,
+    *,
+    trainable: bool = True,
+    wrap: Wrap | None = None,
+    fused: bool = True,
 ) -> ParallelModel:
     """Load a model folder onto the ranks of a grid, which all call this; computes in `dtype`.
 
@@ -41,10 +47,10 @@ def load_parallel(
     """
     wrap = wrap or (lambda model: model)
     if grid.mesh is None:
-        return ParallelModel(wrap(load_model(path, dtype, grid.device, trainable=trainable)), grid)
+        return ParallelModel(wrap(load_model(path, dtype, grid.device, trainable=trainable, fused=fused)), grid)
     kept = torch.float32 if trainable else dtype
-    source = wrap(load_model(path, kept, torch.device("cpu"))) if grid.is_first else None
-    body = empty_model(path, kept, trainable=trainable)
+    source = wrap(load_model(path, kept, torch.device("cpu"), fused=fused)) if grid.is_first else None
+    body = empty_model(path, kept, trainable=trainable, fused=fused)
     parallel = shard(wrap(body), body, grid, dtype, trainable=trainable)
     on_host = grid.spec.cpu_offload or not trainable
     parallel.to_empty(device="cpu" if on_host else grid.device)

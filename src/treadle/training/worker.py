@@ -62,9 +62,10 @@ class Trainer:
         self.planner = Planner(config, arithmetic, warn=warn)  # of one process; a driver of many ranks has its own
         self.objective = self.planner.objective
         self.micro_batches = MicroBatches(config.train, self.policy.grid.device, self.policy.ranks)
-        assert not self.objective.needs_reference or reference is not None, "the objective needs a reference model"
-        assert self.objective.needs_values == (critic is not None), "a critic is given exactly where values are needed"
-        assert self.objective.needs_teacher == (teacher is not None), "a teacher is given exactly where one is needed"
+        needs = self.objective.needs
+        assert not needs.ref_logprobs or reference is not None, "the objective needs a reference model"
+        assert needs.values == (critic is not None), "a critic is given exactly where values are needed"
+        assert needs.teacher_logprobs == (teacher is not None), "a teacher is given exactly where one is needed"
         self._host = HostCopies()
         self.optimizer = MasterOptimizer(self.policy, config.optim, total_steps)
         if config.model.gradient_checkpointing:
@@ -109,7 +110,7 @@ class Trainer:
                 metrics += self._step(part, measured_group)
         if self.reference is not None:
             self.reference.follow(rollout_id + 1, self.optimizer.masters)
-        metrics += self._steer_kl(metrics, share.num_samples)
+        metrics += self._steer_kl(metrics, share.num_trajectories)
         seconds = time.perf_counter() - began
         metrics += [
             metric("train/num_samples", len(batch)),
@@ -124,12 +125,13 @@ class Trainer:
         return metrics
 
     def _score(self, batch: Batch) -> Batch:
-        """Add the logprobs the objective needs, and only those."""
-        if self.objective.needs_old_logprobs or self.arithmetic.num_steps_per_rollout > 1:
+        """Add what the objective needs, and only that; old logprobs of the only step are its own."""
+        needs = self.objective.needs
+        if needs.prior_logprobs or (needs.old_logprobs and self.arithmetic.num_steps_per_rollout > 1):
             batch = replace(batch, old_logprobs=self.logprobs(batch, self.policy))
-        if self.objective.needs_entropy:
+        if needs.prior_entropy:
             batch = replace(batch, entropy=self._scored(batch, self.policy, packed_entropy))
-        if self.objective.needs_reference:
+        if needs.ref_logprobs:
             assert self.reference is not None
             with lent_to(self.device, self.reference.parallel) as model:
                 batch = replace(batch, ref_logprobs=self.logprobs(batch, model))

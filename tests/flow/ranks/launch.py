@@ -51,11 +51,11 @@ def build(config: Config, job: dict[str, Any], grid: Grid) -> Trainer:
     objective = build_objective(config.algorithm, 64)
     model = load_parallel(job["model"], dtype, grid)
     reference = critic = teacher = None
-    if objective.needs_reference:
+    if objective.needs.ref_logprobs:
         reference = Reference(load_parallel(job["other"], dtype, grid, trainable=False), config.algorithm)
-    if objective.needs_values:
+    if objective.needs.values:
         critic = Critic(load_parallel(job["model"], dtype, grid, wrap=ValueModel), config, 10, print)
-    if objective.needs_teacher:
+    if objective.needs.teacher_logprobs:
         teacher = load_parallel(job["other"], dtype, grid, trainable=False)
     return Trainer(model, config, batch_arithmetic(config), 10, reference, print, critic, teacher)
 

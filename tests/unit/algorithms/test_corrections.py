@@ -166,3 +166,9 @@ def test_finite_and_within_bounds_and_order_free(data):
             inside = index == sample
             alone = correct(old[inside], rollout[inside], index[inside] * 0, options, mask[inside])
             torch.testing.assert_close(alone.weights, result.weights[inside])
+
+
+def test_m2po_brings_the_mean_under_its_threshold_not_to_it():
+    gap = torch.tensor([0.5, 0.0])  # mean square 0.125
+    assert m2po_mask(gap, torch.zeros(2), 0.125).tolist() == [False, True]
+    assert m2po_mask(gap, torch.zeros(2), 0.126).tolist() == [True, True]

@@ -191,3 +191,11 @@ def test_a_hundred_thousand_samples_take_no_loop(name):
             SHAPES[name](rewards, groups, groups * 3)
         counts.append(operations.count)
     assert counts[0] == counts[1]
+
+
+def test_gdpo_counts_a_trajectory_once():
+    parts = torch.tensor([[1.0, 4.0], [1.0, 4.0], [0.0, 8.0]])
+    fanned = shaping.gdpo_rewards(parts, torch.tensor([1.0, 3.0]), torch.zeros(3).long(), torch.tensor([5, 5, 6]))
+    plain = shaping.gdpo_rewards(parts[1:], torch.tensor([1.0, 3.0]), torch.zeros(2).long())
+    assert fanned.tolist() == pytest.approx(plain[[0, 0, 1]].tolist())
+    assert plain.tolist() == pytest.approx([-(2**0.5), 2**0.5], abs=1e-4)  # ±√½ · (1 - 3)

@@ -28,6 +28,11 @@ def findings(argv: str) -> list[str]:
         ("--use-kl-loss --kl-loss-coef 0.1 --kl-horizon 10000", ["kl_horizon = 10000 needs kl_target"]),
         ("--kl-target 0.05 --kl-horizon 10000", ["no KL to steer", "use_kl_loss"]),
         (f"{RPP} --kl-coef 0.1 --kl-target 1 --kl-horizon 25", ["kl_horizon = 25", "128 samples", "more than 25"]),
+        (
+            f"{RPP} --kl-coef 0.1 --kl-target 1 --kl-horizon 8 --rollout-batch-size 5",
+            ["kl_horizon = 8", "40 samples", "more than 8"],
+        ),
+        ("--reward-clip-low 1 --reward-clip-high 1", ["reward_clip_low = 1.0 must be below"]),
         ("--reward-clip-low 2 --reward-clip-high 1", ["reward_clip_low = 2.0", "reward_clip_high = 1.0"]),
         ("--reward-scale 2", ["reward_scale = 2.0 does nothing with grpo"]),
         ("--reward-scale 2 --advantage-estimator maxrl", ["does nothing with maxrl"]),
@@ -66,6 +71,12 @@ def findings(argv: str) -> list[str]:
             ["correction_low = 0.5 does nothing with", "decoupled"],
         ),
         ("--rollout-correction tis --correction-bound truncate --correction-low 0.5", ["cut from above only"]),
+        (
+            "--rollout-correction tis --correction-reject-level token --correction-reject-low 0",
+            ["drops nothing without a bound"],
+        ),
+        (f"{TEACHER} --rm-type --group-filter zero_signal", ["drops every group of a run without a reward"]),
+        ("--advantage-estimator maxrl --overlong-buffer-len 8", ["overlong_buffer_len = 8", "divides by their mean"]),
         ("--sapo-tau-positive 2", ["sapo_tau_positive = 2.0 does nothing with policy loss ppo"]),
         ("--policy-loss gspo --sapo-tau-negative 2", ["sapo_tau_negative = 2.0 does nothing with policy loss gspo"]),
     ],
@@ -83,6 +94,14 @@ def test_fault(argv, parts):
     [
         (f"{TEACHER} --group-filter zero_signal", "the teacher would still teach"),
         ("--advantage-estimator gdpo --rm-type math exact --group-filter zero_signal", "gdpo at each of them"),
+        *(
+            (
+                f"--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl --kl-loss-type {name}",
+                "it does with k1, k3, low_var_kl",
+            )
+            for name in ("k2", "abs", "k3+")
+        ),
+        ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "its gradient is 0 on average; add use_unbiased_kl"),
     ],
 )
 def test_warning(argv, part):
@@ -102,9 +121,15 @@ def test_warning(argv, part):
         "--reward-clip-high 1 --reward-scale 2 --reward-bias -1",
         "--reward-scale 2 --overlong-buffer-len 8",
         "--reward-scale 2 --advantage-estimator rloo",
+        f"--reward-scale 2 --advantage-estimator rloo --normalize-advantages {TEACHER}",
         f"--reward-scale 2 {RPP} --kl-coef 0.1",
         f"--reward-bias 2 {RPP} --gamma 0.9",
         "--reward-bias 1 --advantage-estimator maxrl",
+        "--reward-scale 2 --reward-bias 1 --advantage-estimator maxrl",  # r and r + 1/2 are not the same to it
+        *(
+            f"--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl --kl-loss-type {name}"
+            for name in ("k1", "k3", "low_var_kl")
+        ),
         "--reward-scale 2 --reward-bias 1 --normalize-rewards-running --advantage-estimator ppo",
         "--normalize-rewards-running --advantage-estimator rloo",
         "--rollout-correction decoupled --correction-high 2",
@@ -127,7 +152,10 @@ def test_each_reward_has_a_name_and_a_weight():
         "deep.score",
         "score_2",
     )
+    assert reward_names(("a:f", "b:f", "c:f")) == ("f", "f_2", "f_3")
     section = RewardSection(rm_type=("math", "exact"), custom_rm_path="mine.py:score")
     assert section.part_weights == {"math": 1.0, "exact": 1.0, "score": 1.0}
     weighted = section.model_copy(update={"rm_weights": (1.0, 0.5, 2.0)})
+    short = section.model_copy(update={"rm_weights": (1.0, 0.5)})  # a fault of its own, told by the rules
+    assert short.part_weights == section.part_weights
     assert weighted.part_weights == {"math": 1.0, "exact": 0.5, "score": 2.0}

@@ -41,8 +41,9 @@ def test_slots_and_rows_move_with_all_layers():
     for layer in range(2):
         store.write_prefix(layer, 2, torch.full((5, 2, 8), 1.0 + layer), torch.full((5, 2, 8), 3.0 + layer))
         for place in range(3):
-            values = torch.full((1, 2, 8), 10.0 * layer + place)
-            store.write_tokens(layer, torch.tensor([4]), torch.tensor([place]), values, -values)
+            values = torch.zeros(5, 2, 8)
+            values[4] = 10.0 * layer + place
+            store.write_tokens(layer, store.token_cells(torch.full((5,), place)), values, -values)
     store.move_slot(2, 0, 5)
     store.move_row(4, 1, 3)
     for layer in range(2):

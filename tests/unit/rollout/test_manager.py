@@ -82,7 +82,7 @@ class CountingEngine(TorchEngine):
 def open_manager(tiny_model, tiny_codec):
     @asynccontextmanager
     async def make(reward, *, timeout_seconds=60.0, concurrent=None, max_rows=256, reward_seconds=30.0):
-        engine = CountingEngine(tiny_model, tiny_codec, EngineLimits(max_rows, 1 << 30))
+        engine = CountingEngine(tiny_model, tiny_codec, EngineLimits(max_rows, 1 << 30, fused=False))
         section = RewardSection(custom_rm_path=reward, rm_timeout_seconds=reward_seconds)
         async with build_scorer(section) as scorer:
             try:

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from treadle.rollout.engines.torch_engine.scheduler import Request, Scheduler
 from treadle.types import SamplingParams, Status
 
 SECONDS = 60.0
-ROOMY = EngineLimits(max_rows=256, kv_bytes=1 << 30)
+ROOMY = EngineLimits(max_rows=256, kv_bytes=1 << 30, fused=False)  # hooks on the module see every forward pass
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8, float32: one token of the tiny Llama
 
 
@@ -87,7 +88,7 @@ def test_the_last_token_is_not_fed_to_the_model(tiny_model, scheduler):
 
 
 def test_a_request_enters_while_others_run(tiny_model, scheduler):
-    line = scheduler(EngineLimits(max_rows=4, kv_bytes=1 << 26))
+    line = scheduler(replace(ROOMY, max_rows=4, kv_bytes=1 << 26))
     line.waiting += [request(5, new=6, n=2), request(5, new=3, n=2)]
     line.step()
     calls = tokens_per_call(tiny_model)
@@ -127,7 +128,7 @@ def test_the_store_grows_for_a_later_turn_while_others_run(tiny_model, scheduler
 
 
 def test_the_store_never_grows_past_its_limits(scheduler):
-    line = scheduler(EngineLimits(max_rows=2, kv_bytes=1))
+    line = scheduler(replace(ROOMY, max_rows=2, kv_bytes=1))
     line.waiting += [request(5, new=5), request(150, new=5)]
     line.step()
     shape = line.store.shape
@@ -167,7 +168,7 @@ def test_the_store_is_as_large_as_the_waiting_requests_need(scheduler):
 
 @pytest.mark.parametrize("kv_tokens", [64 + 2 * 64, 3 * (64 + 2 * 64) - 1, 3 * (64 + 2 * 64)])
 def test_the_store_stays_within_its_bytes(scheduler, kv_tokens):
-    line = scheduler(EngineLimits(max_rows=256, kv_bytes=kv_tokens * TOKEN_BYTES))
+    line = scheduler(replace(ROOMY, max_rows=256, kv_bytes=kv_tokens * TOKEN_BYTES))
     requests = [request(10, new=4, n=2, seed=s) for s in range(7)]
     line.waiting += requests
     line.step()
@@ -179,7 +180,7 @@ def test_the_store_stays_within_its_bytes(scheduler, kv_tokens):
 
 
 def test_rows_stay_within_their_number_but_one_request_always_fits(scheduler):
-    line = scheduler(EngineLimits(max_rows=4, kv_bytes=1))
+    line = scheduler(replace(ROOMY, max_rows=4, kv_bytes=1))
     line.waiting += [request(5, n=9), request(5, n=2)]
     seen = []
     while line.has_work:
@@ -219,7 +220,7 @@ def test_prompts_are_computed_in_portions(tiny_model, scheduler, monkeypatch):
 
 
 def test_those_who_left_make_room(scheduler):
-    line = scheduler(EngineLimits(max_rows=3, kv_bytes=1 << 30))
+    line = scheduler(replace(ROOMY, max_rows=3, kv_bytes=1 << 30))
     gone, stays, waits = request(5, new=50, n=2), request(6, new=50, n=1, seed=3), request(7, new=50, n=2)
     waits_too = request(8, new=5)
     line.waiting += [gone, stays, waits, waits_too]
@@ -283,7 +284,7 @@ def test_every_caller_hears_of_a_failed_step(serve, tiny_model, call):
             await complete(engine, [5], sampling)
         return found
 
-    found = serve(use, EngineLimits(max_rows=4, kv_bytes=1 << 30))  # the third request waits in line
+    found = serve(use, replace(ROOMY, max_rows=4, kv_bytes=1 << 30))  # the third request waits in line
     assert [type(f) for f in found] == [EngineError] * 3
     assert all("the torch engine failed: RuntimeError('out of memory, say')" in str(f) for f in found)
 
@@ -329,3 +330,25 @@ def test_new_weights_are_used_from_the_next_token_on(serve, tiny_model):
     assert 3 <= (~new).sum() < 60
     assert completion.logprobs[new] == pytest.approx(torch.full((int(new.sum()),), 1 / 98).log().numpy(), abs=1e-5)
     assert (completion.logprobs[~new] > -4).all()
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_prepared_weights_follow_the_module_whether_the_version_was_set_or_not(tiny_model, tiny_codec, said):
+    limits = replace(ROOMY, fused=True)
+
+    def first_logprob(line: Scheduler) -> float:
+        line.waiting.append(Request([5, 6, 7], SamplingParams(1, temperature=1.0, ignore_eos=True, seed=3), 1))
+        ((_, completion),) = line.step()
+        return float(completion.logprobs[0])
+
+    line = Scheduler(tiny_model, frozenset({0}), tiny_codec.decode, limits)
+    before = first_logprob(line)
+    with torch.no_grad():
+        for parameter in tiny_model.parameters():
+            parameter.mul_(1.5)
+    line.version += said
+    after = first_logprob(line)
+    assert after != before
+    assert after == pytest.approx(
+        first_logprob(Scheduler(tiny_model, frozenset({0}), tiny_codec.decode, limits)), abs=1e-6
+    )

@@ -169,3 +169,23 @@ def test_micro_batches_of_like_length():
     assert plan.num_tokens == (8, 8, 8)
     (plan,) = plan_ranks(work, 1, 12)
     assert plan.num_tokens == (12, 12)
+
+
+def test_micro_batches_of_like_length_are_levelled():
+    # Filled one after the other they would be 9 and 3.
+    (plan,) = plan_ranks(workload(range(4), [0] * 4, [3] * 4), 1, 9, similar_lengths=True)
+    assert plan.num_tokens == (6, 6)
+
+
+def test_full_micro_batches_take_what_equal_ones_can_not():
+    # Units of 13, 12, 10, 15 and 7 (57 tokens) in micro-batches of 21: 13 + 7 and 15, 12 with half of the broken 10
+    # each, whose prompt of 4 is fed again. About equal ones do not fit into three.
+    work = workload([0, 1, 2, 2, 3, 4], [6, 4, 4, 7, 6], [7, 8, 1, 5, 8, 1])
+    (plan,) = plan_ranks(work, 1, 21)
+    assert plan.num_tokens == (21, 20, 20)
+
+
+def test_a_rank_with_prompts_fed_again_may_take_one_micro_batch_more():
+    # In as few micro-batches as hold its share one rank would feed 24 tokens, in one more 22, like the other.
+    work = workload([0, 0, 1, 1, 1, 2, 3, 3], [2, 2, 5, 7], [1, 5, 2, 1, 1, 3, 7, 1])
+    assert loads(plan_ranks(work, 2, 12)) == [22, 22]

@@ -1,5 +1,6 @@
 """The algorithm section, resolved: token weights and advantages by hand, and which logprobs are asked for."""
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -84,8 +85,8 @@ def test_kl_in_the_reward_reads_old_and_reference_logprobs():
 )
 def test_what_it_needs(fields, reference, old, only_advantages, kl_weight):
     made = objective(**fields)
-    assert made.needs_reference is reference
-    assert made.needs_old_logprobs is old
+    assert made.needs.ref_logprobs is reference
+    assert made.needs.prior_logprobs is old
     assert made.only_advantages is only_advantages
     assert made.kl_loss_coef == kl_weight
 
@@ -102,3 +103,22 @@ def test_the_estimator_brings_its_loss():
 def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match="advantage_estimator 'grop' is unknown"):
         objective(advantage_estimator="grop")
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({}, {"old_logprobs", "groups"}),
+        ({"advantage_estimator": "ppo", "kl_coef": 0.1}, {"old_logprobs", "values", "ref_logprobs", "prior_logprobs"}),
+        ({"rollout_correction": "tis"}, {"old_logprobs", "groups", "prior_logprobs", "rollout_logprobs"}),
+        ({"m2po_threshold": 0.1}, {"old_logprobs", "groups", "prior_logprobs", "rollout_logprobs"}),
+        ({"top_entropy_fraction": 0.5}, {"old_logprobs", "groups", "prior_entropy"}),
+        ({"opd_kl_coef": 0.1}, {"old_logprobs", "groups", "prior_logprobs", "teacher_logprobs"}),
+        ({"opsm_delta": 0.1}, {"old_logprobs", "groups", "whole_samples"}),
+        ({"policy_loss": "gmpo"}, {"old_logprobs", "groups", "whole_samples"}),
+        ({"normalize_advantages": True}, {"old_logprobs", "groups", "whitening"}),
+    ],
+)
+def test_its_needs_are_those_of_its_parts(fields, given):
+    needs = objective(**fields).needs
+    assert {f.name for f in dataclasses.fields(needs) if getattr(needs, f.name)} == given

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treadle.config import TrainSection
 from treadle.models.layout import Family
 from treadle.training.batch import Batch, batch_of
+from treadle.training.micro_batches import MicroBatches
 from treadle.training.packing import pack, plan_micro_batches
 from treadle.types import Sample, Status
 
@@ -209,3 +211,13 @@ def test_static_micro_batches_go_in_order(size, expected):
 def test_nothing_to_plan():
     assert plan_micro_batches(batch_of([]), max_tokens=8, micro_batch_size=None) == []
     assert plan_micro_batches(batch_of([]), max_tokens=None, micro_batch_size=8) == []
+
+
+def test_a_micro_batch_is_filled_whatever_the_lengths_where_attention_goes_by_sequence() -> None:
+    # Fed: two of 8 tokens and four of 2. On a CPU like lengths share a micro-batch; on a GPU, fewer are filled.
+    samples = [sample(group, [0] + [1] * own, [0] + [1] * own) for group, own in enumerate([8, 2, 8, 2, 2, 2])]
+    batch = batch_of(samples)
+    section = TrainSection(max_tokens_per_gpu=12)
+    plans = {device: MicroBatches(section, torch.device(device)).plan(batch) for device in ("cpu", "cuda")}
+    assert sorted(map(len, plans["cpu"])) == [1, 1, 4]
+    assert sorted(map(len, plans["cuda"])) == [3, 3]

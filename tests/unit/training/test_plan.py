@@ -34,7 +34,7 @@ def test_one_rank_gets_the_rollout_as_it_is(make_planner, make_groups) -> None:
     assert torch.equal(share.batch.token_ids, expected.token_ids)
     assert share.steps == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
     assert share.measured_groups == tuple(int(expected.group_ids[i]) for i in (0, 4, 8))
-    assert share.num_samples == 12
+    assert share.num_trajectories == 12
     assert share.num_tokens == int(expected.lengths.sum())
     for indices in share.steps:
         part = share.batch.select(indices)
@@ -85,7 +85,7 @@ def test_drops_are_counted_on_the_first_rank_only(make_planner, make_groups) -> 
     first, *others = make_planner(3).plan(groups)
     assert [(m.name, m.value) for m in first.metrics] == [("rollout/dropped/failed", 1.0)]
     assert all(share.metrics == () for share in others)
-    assert {share.num_samples for share in (first, *others)} == {11}
+    assert {share.num_trajectories for share in (first, *others)} == {11}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

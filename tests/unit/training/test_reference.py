@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from treadle.training.checkpoint import Checkpoint
+from treadle.training.reference import lent_to
 
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 
@@ -71,3 +72,23 @@ def test_a_reference_that_moved_is_resumed(make_trainer, make_groups, tmp_path, 
     for trainer in (one, other):
         trainer.reference.follow(2, policy)
     assert same(weights(one.reference.model), weights(other.reference.model))
+
+
+@pytest.mark.parametrize(("device", "moves"), [("cuda", ["cuda", "cpu"]), ("cpu", ["cpu"])])
+def test_a_model_that_is_lent_to_a_device_comes_back_to_host_memory(device: str, moves: list[str]) -> None:
+    """Also where its use raises. A model that only writes down where it is sent stands in for one on a GPU."""
+
+    class Sent:
+        is_sharded = False
+
+        def __init__(self) -> None:
+            self.places: list[str] = []
+
+        def to(self, place) -> Sent:
+            self.places.append(str(place))
+            return self
+
+    model = Sent()
+    with pytest.raises(RuntimeError), lent_to(torch.device(device), model):
+        raise RuntimeError("stop")
+    assert model.places == moves

@@ -14,6 +14,7 @@ from treadle.config.names import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     TRUNCATING_CORRECTIONS,
+    UNBIASED_BY_RATIO,
 )
 from treadle.training.batch import batch_of
 from treadle.training.objective import build_objective
@@ -42,6 +43,7 @@ def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
             rule.needs_values,
             rule.whitens,
             rule.needs_parts,
+            rule.divides_by_mean,
         ) == (
             traits.compares_group,
             traits.uses_kl_coef,
@@ -49,6 +51,7 @@ def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
             traits.uses_critic,
             traits.whitens,
             traits.uses_parts,
+            traits.divides_by_mean,
         ), name
 
 
@@ -117,6 +120,9 @@ def test_masked_truncated_samples_count_in_their_group_and_not_in_the_loss(make_
     masked = make_trainer(mask_truncated=True)
     metrics = masked.train(cut)
     assert sum(m.value for m in metrics if m.name == "rollout/dropped/truncated") == 2
+    counts = {m.name: m.value for m in metrics}
+    assert counts["train/num_samples"] == 4
+    assert counts["train/num_tokens"] == sum(s.response_length for g in groups for s in g.samples[1:])
     whole = make_trainer()
     batch = batch_of(flat(groups))
     batch = replace(batch, advantages=whole.objective.advantages(batch).advantages)
@@ -171,3 +177,48 @@ def test_only_the_undecided_tokens_are_trained(make_trainer, make_groups) -> Non
     plain = make_trainer(skip_zero_advantage=False)
     plain.train(groups)
     assert any((plain.model.get_parameter(n) != w).any() for n, w in trainers[0].model.named_parameters())
+
+
+def test_masked_samples_do_not_count_in_whitening_or_in_what_is_chosen(make_trainer, make_groups) -> None:
+    """The tokens that are trained have mean 0, and half of them are chosen by entropy, whatever the masked ones hold."""
+    groups = make_groups((4, 4), rewards=[[1.0, 0.0, 1.0, 0.5], [0.0, 1.0, 0.0, 0.0]])
+    cut = [replace(g, samples=(replace(g.samples[0], status=Status.TRUNCATED), *g.samples[1:])) for g in groups]
+    fields = {"mask_truncated": True, "normalize_advantages": True, "top_entropy_fraction": 0.5}
+    metrics = {
+        m.name: m.value for m in make_trainer(**fields, micro_batch_size=8, use_dynamic_batch_size=False).train(cut)
+    }
+    assert metrics["train/advantage_mean"] == pytest.approx(0.0, abs=1e-6)
+    tokens = sum(s.response_length for g in groups for s in g.samples[1:])
+    assert metrics["train/correction_mean"] == pytest.approx(round(0.5 * tokens) / tokens)
+
+
+def test_one_step_without_correction_recomputes_no_logprobs(make_trainer, make_groups) -> None:
+    def passes(**fields) -> int:
+        trainer = make_trainer(**fields)
+        seen = []
+        score = trainer.logprobs
+        trainer.logprobs = lambda batch, model: (seen.append(model), score(batch, model))[1]
+        trainer.train(make_groups())
+        return len(seen)
+
+    assert passes() == 0
+    assert passes(opsm_delta=0.1, custom_loss_path=None) == 0
+    assert passes(use_kl_loss=True, kl_loss_coef=0.1, use_unbiased_kl=True) == 1  # the reference's
+    assert passes(rollout_correction="tis") == 1
+    assert passes(num_steps_per_rollout=2, rollout_batch_size=2, n_samples_per_prompt=8) == 1
+    assert passes(opd_kl_coef=0.1) == 2
+    assert passes(advantage_estimator="reinforce_plus_plus", kl_coef=0.1) == 2
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_which_estimators_give_the_gradient_of_the_kl_once_times_the_ratio(name) -> None:
+    """Over all tokens of a small vocabulary: Σ p_old · ∇(ρ · k) against ∇ Σ p (log p - log p_ref)."""
+    generator = torch.Generator().manual_seed(0)
+    logits, old, ref = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    lp, lp_old, lp_ref = logits.log_softmax(0), old.log_softmax(0), ref.log_softmax(0)
+    fields = {"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": name, "use_unbiased_kl": True}
+    estimate = build_objective(AlgorithmSection(**fields), 64).kl(lp, lp_ref, lp_old)
+    (found,) = torch.autograd.grad((lp_old.exp() * estimate).sum(), logits, retain_graph=True)
+    (true,) = torch.autograd.grad((lp.exp() * (lp - lp_ref)).sum(), logits)
+    assert torch.allclose(found, true) is (name in UNBIASED_BY_RATIO)

@@ -10,6 +10,8 @@ import torch
 
 from treadle.algorithms import RunningMoments
 from treadle.config import AlgorithmSection, RewardSection
+from treadle.config.chosen import ignores_bias, ignores_scale
+from treadle.config.names import ADVANTAGE_ESTIMATORS
 from treadle.errors import ConfigError
 from treadle.metrics import reduce_metrics
 from treadle.training.batch import batch_of
@@ -105,8 +107,8 @@ def test_distillation_takes_the_gap_to_the_teacher_off_each_token(make_groups) -
     teacher[7:] = torch.tensor([-3.0, -1.0, -0.5])
     batch = replace(batch, old_logprobs=student, teacher_logprobs=teacher)
     objective = build_objective(AlgorithmSection(opd_kl_coef=0.5), 64)
-    assert objective.needs_old_logprobs
-    assert objective.needs_teacher
+    assert objective.needs.prior_logprobs
+    assert objective.needs.teacher_logprobs
     found = objective.advantages(batch).advantages
     assert found[7:].tolist() == pytest.approx([-1.0, 0.0, 0.25])
     assert not found[:7].any()
@@ -158,7 +160,49 @@ def test_a_rollout_that_measured_nothing_leaves_the_weight_alone(make_trainer) -
     assert trainer.objective.kl_weight == 0.1
 
 
+def test_samples_of_one_trajectory_count_once_in_what_is_steered(make_trainer, make_groups) -> None:
+    """The weight moves by the number of trajectories, the running mean is over them."""
+    groups = make_groups((3,), rewards=[[1.0, 1.0, 0.0]])
+    one = replace(groups[0].samples[1], trajectory_id=0)
+    fanned = [replace(groups[0], samples=(groups[0].samples[0], one, groups[0].samples[2]))]
+    trainer = make_trainer(**KL, advantage_estimator="rloo", normalize_rewards_running=True)
+    metrics = reduce_metrics(trainer.train(fanned))
+    error = min(max(metrics["train/kl"] / 0.01 - 1, -0.2), 0.2)
+    assert trainer.objective.kl_weight == pytest.approx(0.1 * (1 + error * 2 / 90))
+    assert (trainer.planner.reward_moments.count, trainer.planner.reward_moments.mean) == (2, 0.5)
+
+
 # Conditioned rewards
+
+
+@pytest.mark.parametrize("whitened", [False, True])
+@pytest.mark.parametrize("name", [name for name, traits in ADVANTAGE_ESTIMATORS.items() if not traits.uses_parts])
+def test_what_the_rules_say_of_scale_and_bias_is_so(make_config, make_groups, name, whitened) -> None:
+    """A flag is refused as idle exactly where advantages do not change by it."""
+    batch = batch_of(flat(make_groups((4, 3, 4), seed=2)))
+    batch = replace(batch, values=torch.linspace(0.0, 1.0, len(batch.token_ids)))
+    traits = ADVANTAGE_ESTIMATORS[name]
+    for std in (True, False):
+        for bias in (0.0, 0.5):
+            fields = {"advantage_estimator": name, "normalize_advantages": whitened, "grpo_std_normalization": std}
+            config = make_config(**fields, reward_bias=bias)
+            objective = build_objective(config.algorithm, 64)
+
+            def advantages(scale: float, more: float, objective=objective, bias=bias):
+                found = objective.advantages(replace(batch, rewards=scale * batch.rewards + bias + more))
+                return found.returns if traits.uses_critic else found.advantages  # a critic learns what is fed
+
+            plain = advantages(1.0, 0.0)
+            same_scale = torch.allclose(advantages(3.0, 0.0), plain, atol=1e-4)
+            same_bias = torch.allclose(advantages(1.0, 1.0), plain, atol=1e-4)
+            assert same_scale == ignores_scale(config, traits), (name, std, bias)
+            assert same_bias == ignores_bias(config, traits), (name, std, bias)
+
+
+def test_maxrl_refuses_a_negative_reward(make_trainer, make_groups) -> None:
+    trainer = make_trainer(advantage_estimator="maxrl")
+    with pytest.raises(ConfigError, match=r"maxrl divides by the mean reward and can't take a negative one, got -0\.5"):
+        trainer.train(make_groups((2,), rewards=[[1.0, -0.5]]))
 
 
 def test_rewards_are_scaled_then_clipped_then_normalised() -> None:
@@ -243,7 +287,7 @@ def test_m2po_drops_the_tokens_with_the_largest_gap(make_groups) -> None:
     gap = torch.tensor([0, 0, 0.1, 0, 1, 0, 0, 0.2, -0.2, 0.2])
     batch = replace(batch, old_logprobs=batch.rollout_logprobs + gap)
     objective = build_objective(AlgorithmSection(m2po_threshold=0.04), 64)
-    assert objective.needs_old_logprobs
+    assert objective.needs.prior_logprobs
     assert objective.correction(batch)[batch.loss_mask].tolist() == [1, 1, 0, 1, 1, 1]
     both = build_objective(AlgorithmSection(m2po_threshold=0.04, rollout_correction="decoupled"), 64)
     expected = [math.exp(x) for x in (0.1, 0)] + [0.0] + [math.exp(x) for x in (0.2, -0.2, 0.2)]
@@ -251,8 +295,9 @@ def test_m2po_drops_the_tokens_with_the_largest_gap(make_groups) -> None:
 
 
 def test_bounds_that_cross_the_usual_ones_are_refused_before_anything_runs() -> None:
-    with pytest.raises(ConfigError, match=r"low <= high, got \[3\.0, 2\.0\]"):
+    with pytest.raises(ConfigError, match=r"tis would have bounds 3 to 2, one of them its usual"):
         build_objective(AlgorithmSection(rollout_correction="tis", correction_low=3.0), 64)
+    build_objective(AlgorithmSection(rollout_correction="icepop", correction_low=0.0, correction_high=0.2), 64)
 
 
 def test_the_gates_of_sapo_are_as_steep_as_asked() -> None:

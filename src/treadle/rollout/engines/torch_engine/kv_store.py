@@ -81,10 +81,26 @@ class KVStore:
         self.prefix_keys[layer, slot, :, :length] = keys.transpose(0, 1)
         self.prefix_values[layer, slot, :, :length] = values.transpose(0, 1)
 
-    def write_tokens(self, layer: int, rows: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store one token a row: keys and values [B, K, D] at place `places[i]` of row `rows[i]`."""
-        self.row_keys[layer, rows, :, places] = keys
-        self.row_values[layer, rows, :, places] = values
+    def prefixes(self, layer: int, slots: int, span: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `slots` prompts, `span` tokens of each: two [S·K, span, D]."""
+        keys, values = self.prefix_keys[layer, :slots], self.prefix_values[layer, :slots]
+        return keys.flatten(0, 1)[:, :span], values.flatten(0, 1)[:, :span]
+
+    def rows(self, layer: int, rows: int, span: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `rows` rows, `span` tokens of each: two [B·K, span, D]."""
+        keys, values = self.row_keys[layer, :rows], self.row_values[layer, :rows]
+        return keys.flatten(0, 1)[:, :span], values.flatten(0, 1)[:, :span]
+
+    def token_cells(self, places: Tensor) -> Tensor:
+        """Where the tokens at `places[i]` of row i lie in a layer, for `write_tokens`: int64 [B·K]."""
+        heads = torch.arange(len(places) * self.shape.kv_heads, device=places.device)
+        return heads * self.shape.row_capacity + places.repeat_interleave(self.shape.kv_heads)
+
+    def write_tokens(self, layer: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store one token a row: keys and values [B, K, D] at the cells that `token_cells` gave."""
+        size = self.shape.head_dim
+        self.row_keys[layer].view(-1, size).index_copy_(0, cells, keys.reshape(-1, size))
+        self.row_values[layer].view(-1, size).index_copy_(0, cells, values.reshape(-1, size))
 
     def move_slot(self, source: int, target: int, length: int) -> None:
         self.prefix_keys[:, target, :, :length] = self.prefix_keys[:, source, :, :length]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from treadle.models.forward import head_of, hidden_states
+from treadle.models.inference import inference_model
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention
 from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore
@@ -58,6 +58,7 @@ class EngineLimits:
 
     max_rows: int
     kv_bytes: int
+    fused: bool = True
 
 
 class Scheduler:
@@ -71,6 +72,8 @@ class Scheduler:
         limits: EngineLimits,
     ):
         self.model = model
+        self.inference = inference_model(model, fused=limits.fused)
+        self._prepared: tuple[int, int] | None = None
         self.eos_token_ids = eos_token_ids
         self.decode_text = decode_text
         self.limits = limits
@@ -89,6 +92,7 @@ class Scheduler:
     def step(self) -> list[tuple[Request, Completion]]:
         """Admit what fits and sample its first tokens, or else one token for every running sample; return those that ended."""
         with torch.no_grad():
+            self._prepare()
             admitted = self._admit()
             return self._prefill(admitted) if admitted else self._decode()
 
@@ -116,6 +120,15 @@ class Scheduler:
         """Give the keys' and values' memory back; they are made anew when needed."""
         assert not self.rows, "samples are still running"
         self.store = None
+        self.inference.release()
+        self._prepared = None
+
+    def _prepare(self) -> None:
+        """Let the forward pass read the weights anew where they have changed, said or unsaid."""
+        now = self.version, sum(p._version for p in self.model.parameters())
+        if now != self._prepared:
+            self.inference.refresh()
+            self._prepared = now
 
     # Admission
 
@@ -192,7 +205,7 @@ class Scheduler:
         layout = PackedLayout.of_lengths([len(r.token_ids) for r in requests], self.device)
         tokens = torch.tensor([t for r in requests for t in r.token_ids], device=self.device)
         plan = PrefillAttention(self.store, layout, [r.slot for r in requests])
-        hidden = hidden_states(self.model, tokens, layout.position_ids, plan)
+        hidden = self.inference.hidden_states(tokens, layout.position_ids, plan)
         last = torch.tensor(np.cumsum([len(r.token_ids) for r in requests]) - 1, device=self.device)
         fresh: list[Row] = []
         source: list[int] = []
@@ -200,7 +213,7 @@ class Scheduler:
             request.running = request.n
             fresh += [Row(request, j, row_seed(request.sampling.seed, j)) for j in range(request.n)]
             source += [i] * request.n
-        logits = head_of(self.model).logits(hidden[last])[torch.tensor(source, device=self.device)]
+        logits = self.inference.logits(hidden[last])[torch.tensor(source, device=self.device)]
         first = len(self.rows)
         self.rows += fresh
         self._settings = None
@@ -213,8 +226,8 @@ class Scheduler:
         prefix_lengths = torch.tensor([len(r.token_ids) for r in self.slots], device=self.device)
         tokens = torch.tensor([row.token_ids[-1] for row in self.rows], device=self.device)
         plan = DecodeAttention(self.store, slots, places, prefix_lengths)
-        hidden = hidden_states(self.model, tokens, prefix_lengths[slots] + places, plan)
-        return self._take_tokens(head_of(self.model).logits(hidden), range(len(self.rows)))
+        hidden = self.inference.hidden_states(tokens, prefix_lengths[slots] + places, plan)
+        return self._take_tokens(self.inference.logits(hidden), range(len(self.rows)))
 
     def _take_tokens(self, logits: torch.Tensor, indices: range) -> list[tuple[Request, Completion]]:
         """Sample for rows `indices` (logits are theirs, in order), then let those that ended leave."""

@@ -1,0 +1,235 @@
+"""The forward pass an engine runs: the same numbers as training's, with fewer and larger operations.
+
+`plain` is the Hugging Face module as it is. `fused` reads its weights and computes a decoder layer itself: one
+matmul for queries, keys and values, the activation and the residual inside the matmuls that make them, weights laid
+out once per version as the CPU's matmul wants them. It exists for architectures whose layer it knows, is checked
+against the module when it is built, and tests hold one against the other.
+
+Axis letters: `N` tokens, `D` hidden size, `H` query heads, `K` key/value heads, `E` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttention
+from treadle.models.forward import Head, head_of, hidden_states
+from treadle.models.layout import Family, PackedLayout
+from treadle.models.load import FORWARD_TOLERANCE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Architectures whose layer is: norm, attention with rotary positions, norm, gated MLP with SiLU."""
+
+
+class InferenceModel(Protocol):
+    """A model as an engine sees it."""
+
+    def refresh(self) -> None:
+        """Read the weights anew; called before the first forward pass with each version of them."""
+        ...
+
+    def release(self) -> None:
+        """Give up the memory of what was made from the weights; the next `refresh` makes it again."""
+        ...
+
+    def hidden_states(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
+        """One packed row: token_ids and position_ids int64 [N] → hidden states [N, D]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, D] → logits [N, V]."""
+        ...
+
+
+class PlainInference:
+    """The module itself."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def refresh(self) -> None:
+        return
+
+    def release(self) -> None:
+        return
+
+    def hidden_states(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
+        return hidden_states(self.model, token_ids, position_ids, plan)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return head_of(self.model).logits(hidden)
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """True where `FusedInference` knows the architecture and the CPU's matmul library is there."""
+    config = model.config
+    known = config.model_type in FUSED_MODEL_TYPES and config.hidden_act == "silu"
+    weight = model.get_input_embeddings().weight
+    supported = weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return known and weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and supported
+
+
+def inference_model(model: PreTrainedModel, *, fused: bool) -> InferenceModel:
+    """The quickest forward pass there is for this model; the plain one where `fused` is False or differs from it."""
+    if fused and can_fuse(model):
+        found = FusedInference(model)
+        if _gap(found) <= FORWARD_TOLERANCE[model.get_input_embeddings().weight.dtype]:
+            return found
+    return PlainInference(model)
+
+
+@torch.no_grad()
+def _gap(fused: FusedInference) -> float:
+    """Mean distance of the logits of a short row from the module's own, in standard deviations of a logit."""
+    model = fused.model
+    fused.refresh()
+    layout = PackedLayout((Family(6, (3, 4)),))
+    tokens = (torch.arange(1, 14) * 7919) % model.get_input_embeddings().weight.shape[0]
+    ours, own = (
+        part.logits(part.hidden_states(tokens, layout.position_ids, PackedAttention(layout))).float()
+        for part in (fused, PlainInference(model))
+    )
+    fused.release()
+    return float((ours - own).abs().mean() / own.std().clamp_min(1e-12))
+
+
+class _Linear:
+    """A linear layer whose weights (several stacked, where given) are laid out for the CPU's matmul.
+
+    After the matmul, in the same pass over its result: `activation` (SiLU), or `other` added or multiplied.
+    """
+
+    def __init__(self, *layers: nn.Linear):
+        weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._bias = torch.cat(biases).detach() if biases else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+
+    def silu(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "swish", [], "")
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "mul")
+
+
+class _Norm:
+    """RMSNorm as `x · g√n / hypot(‖x‖, √(n·eps))`, in float32 inside."""
+
+    def __init__(self, norm: nn.Module):
+        size = norm.weight.shape[0]
+        self._gain = norm.weight.detach().float() * size**0.5
+        self._floor = torch.tensor((size * norm.variance_epsilon) ** 0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        exact = x.float() if x.dtype != torch.float32 else x
+        length = torch.hypot(torch.linalg.vector_norm(exact, dim=-1, keepdim=True), self._floor)
+        return exact.div(length).mul_(self._gain).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The prepared weights of one decoder layer."""
+
+    attention: LayerAttention
+    norm_in: _Norm
+    qkv: _Linear
+    norms: tuple[_Norm, _Norm] | None  # of queries and keys, head by head (Qwen3)
+    out: _Linear
+    norm_mlp: _Norm
+    gate: _Linear
+    up: _Linear
+    down: _Linear
+
+    @classmethod
+    def of(cls, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        owner = attention if hasattr(attention, "sliding_window") else attention.config  # Mistral's is the model's
+        window = owner.sliding_window if hasattr(owner, "sliding_window") else None
+        return cls(
+            LayerAttention(attention.layer_idx, attention.scaling, window),
+            _Norm(layer.input_layernorm),
+            _Linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            (_Norm(attention.q_norm), _Norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
+            _Linear(attention.o_proj),
+            _Norm(layer.post_attention_layernorm),
+            _Linear(mlp.gate_proj),
+            _Linear(mlp.up_proj),
+            _Linear(mlp.down_proj),
+        )
+
+
+class FusedInference:
+    """A decoder of a known architecture on prepared copies of its weights (CPU)."""
+
+    def __init__(self, model: PreTrainedModel):
+        assert can_fuse(model), f"{model.config.model_type} can't be fused here"
+        self.model = model
+        config = model.config
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._layers: Sequence[_Layer] = ()
+        self._norm: _Norm | None = None
+        self._head: tuple[Head, _Linear] | None = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        body = self.model.base_model
+        self._layers = [_Layer.of(layer) for layer in body.layers]
+        self._norm = _Norm(body.norm)
+        self._head = (head_of(self.model), _Linear(self.model.get_output_embeddings()))
+
+    def release(self) -> None:
+        self._layers, self._norm, self._head = (), None, None
+
+    def hidden_states(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
+        assert self._norm is not None, "refresh() comes first"
+        body: Any = self.model.base_model
+        x = F.embedding(token_ids, body.embed_tokens.weight)
+        cos, sin = body.rotary_emb(x, position_ids=position_ids.unsqueeze(0))
+        half = cos.shape[-1] // 2
+        cos, sin = cos[0, :, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[0, :, None]
+        for layer in self._layers:
+            query, key, value = self._heads_of(layer, layer.qkv(layer.norm_in(x)), cos, sin)
+            attended = plan.attend(query, key, value, layer.attention)
+            x = layer.out.plus(attended.flatten(1), x)
+            y = layer.norm_mlp(x)
+            x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
+        return self._norm(x)
+
+    def _heads_of(self, layer: _Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, E], keys and values [N, K, E] of one layer, positions applied."""
+        rotated = self._heads + self._kv_heads
+        heads = qkv.view(len(qkv), rotated + self._kv_heads, -1)
+        query_key, value = heads[:, :rotated], heads[:, rotated:]
+        if layer.norms is not None:
+            of_query, of_key = layer.norms
+            parts = query_key.split([self._heads, self._kv_heads], dim=1)
+            query_key = torch.cat([of_query(parts[0]), of_key(parts[1])], dim=1)
+        query_key = _rotate(query_key, cos, sin)
+        return query_key[:, : self._heads], query_key[:, self._heads :], value
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        assert self._head is not None, "refresh() comes first"
+        head, linear = self._head
+        return head.finish(linear(hidden))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: x [N, H, E] · cos + (its halves swapped) · sin; cos and sin [N, 1, E], the first half of sin negated."""
+    return torch.roll(x, x.shape[-1] // 2, -1).mul_(sin).addcmul_(x, cos)
