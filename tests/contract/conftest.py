@@ -7,8 +7,6 @@ have a new version, and what it can't do. An engine that is a server is started 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -26,7 +24,6 @@ SECONDS = 60.0  # a whole test; nothing here may wait for ever
 
 
 CONTEXT = 256
-VLLM_PYTHON = "TREADLE_VLLM_PYTHON"  # the interpreter that has vllm; scripts/test-engines makes one
 
 
 @dataclass(frozen=True)
@@ -74,41 +71,6 @@ def engine_case(request) -> EngineCase:
         if not has and request.node.get_closest_marker(f"needs_{name}"):
             pytest.skip(f"{request.param} here is not {name}")
     return case
-
-
-@pytest.fixture(scope="session")
-def make_wide_model(tiny_model_dir, tmp_path_factory):
-    """`make_wide_model(tied=True)`: folder of a tiny Llama with heads as wide as vLLM's kernels want them."""
-    import torch
-    from transformers import AutoConfig, LlamaForCausalLM
-
-    def make(*, tied: bool) -> Path:
-        folder = tmp_path_factory.mktemp("wide_llama")
-        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-        config = AutoConfig.from_pretrained(tiny_model_dir, tie_word_embeddings=tied, **sizes)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            LlamaForCausalLM(config).save_pretrained(folder)
-        for path in tiny_model_dir.glob("*token*"):
-            shutil.copy(path, folder)
-        shutil.copy(tiny_model_dir / "chat_template.jinja", folder)
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def wide_model_dir(make_wide_model) -> Path:
-    return make_wide_model(tied=True)
-
-
-@pytest.fixture(scope="session")
-def vllm_python() -> str:
-    """The interpreter that has vllm."""
-    python = os.environ.get(VLLM_PYTHON)
-    if not python:
-        pytest.skip(f"{VLLM_PYTHON} names no interpreter that has vllm; scripts/test-engines makes one and runs this")
-    return python
 
 
 @pytest.fixture(scope="session")

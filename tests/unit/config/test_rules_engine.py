@@ -31,7 +31,9 @@ def findings(make_config):
 
 
 def test_a_plain_run_with_vllm_has_no_findings(findings):
-    assert findings(**VLLM, engine_python="p", vllm={"enforce_eager": True}, max_restarts=5, weight_transport="disk") == ""
+    assert (
+        findings(**VLLM, engine_python="p", vllm={"enforce_eager": True}, max_restarts=5, weight_transport="disk") == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,10 @@ def test_a_plain_run_with_vllm_has_no_findings(findings):
         ({**VLLM, "vllm": {"max-num-seqs": "3"}}, "--vllm-max-num-seqs is not yours to give"),
         ({**VLLM, "weight_transport": "broadcast"}, "weight_transport = broadcast does not reach a vLLM server"),
         ({**VLLM, "rollout_external_engine_addrs": ("a:1", "a:1")}, "names a server twice"),
-        ({**VLLM, "rollout_external_engine_addrs": ("a:1",), "vllm": {"x": True}}, "vllm does nothing with rollout_ext"),
+        (
+            {**VLLM, "rollout_external_engine_addrs": ("a:1",), "vllm": {"x": True}},
+            "vllm does nothing with rollout_ext",
+        ),
         (
             {**VLLM, "rollout_external_engine_addrs": ("a:1", "b:1"), "runtime": "ray"},
             "names 2 servers and the run has 1 engines; set rollout_num_gpus = 2",
