@@ -16,7 +16,7 @@ import torch
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.http_calls import HttpCalls
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
-from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLimits, start_vllm
+from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLimits, connect_vllm, start_vllm
 from treadle.types import SamplingParams
 from treadle.weights import SentWeights
 from treadle.weights.disk import DiskSender
@@ -127,6 +127,17 @@ def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, vllm_addre
         await after.receive(sender.offer(0))  # as the other tests want it
         sender.close()
         await after.close()
+
+    run(main())
+
+
+def test_a_server_of_somebody_else_is_reached_and_left_running(vllm_address):
+    async def main():
+        for _ in range(2):
+            engine = await connect_vllm(vllm_address, {0}, VllmLimits(CONTEXT), seconds=20)
+            await engine.set_version(0)
+            assert len(await generate(engine, n=2)) == 2
+            await engine.close()
 
     run(main())
 

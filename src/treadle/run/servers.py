@@ -68,6 +68,7 @@ async def open_server(config: Config, place: ServerPlace, index: int) -> VllmEng
         max_num_seqs=rollout.max_running_requests,
         seed=rollout.rollout_seed + index,
         threads=config.cluster.num_cpus_per_worker if config.cluster.runtime == "ray" else None,
+        gpus=config.cluster.rollout_num_gpus_per_engine if config.cluster.runtime == "ray" else 1,
         arguments=engine.vllm,
     )
     return await start_vllm(launch, eos, limits, f"vLLM engine {index}")

@@ -270,6 +270,13 @@ def test_arguments_of_the_user_go_to_the_server_as_they_are():
     assert "--port 4321" in text
     assert "--logprobs-mode processed_logprobs" in text
     assert "--enable-sleep-mode" not in words
+    assert "--tensor-parallel-size" not in words
+
+
+def test_a_server_on_several_gpus_sleeps_and_shares_the_model_out():
+    words = arguments_of(VllmLaunch("python", "folder", "bfloat16", "cuda", Path("log"), 1.0, gpus=4), 4321)
+    assert "--enable-sleep-mode" in words
+    assert "--tensor-parallel-size 4" in " ".join(words)
 
 
 def test_the_variables_give_a_cpu_server_its_share(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import treadle
 from treadle.errors import EngineError
-from treadle.rollout.engines.http_calls import HttpCalls
+from treadle.rollout.engines.http_calls import HttpCalls, RefusedError
 from treadle.rollout.engines.server_process import ServerCommand, ServerProcess, free_port
 from treadle.rollout.engines.vllm_engine.engine import VllmEngine, VllmLimits
 from treadle.weights.vllm_plugin import BACKEND
@@ -43,6 +43,7 @@ class VllmLaunch:
     max_num_seqs: int = 256
     seed: int = 0
     threads: int | None = None
+    gpus: int = 1
     arguments: Mapping[str, str | bool | int | float | tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -75,6 +76,9 @@ async def connect_vllm(
         await engine.wait_until_ready(seconds)
         await engine.health()
         await engine.resume()
+    except RefusedError as error:
+        await engine.close()
+        raise EngineError(f"{error}; was it started with VLLM_SERVER_DEV_MODE=1? See the page on engines") from error
     except BaseException:
         await engine.close()
         raise
@@ -96,6 +100,8 @@ def arguments_of(launch: VllmLaunch, port: int) -> list[str]:
     }
     if launch.device != "cpu":
         own["enable-sleep-mode"] = True
+    if launch.gpus > 1:
+        own["tensor-parallel-size"] = str(launch.gpus)  # unless the user shares them out otherwise
     given = {name.replace("_", "-"): value for name, value in launch.arguments.items()}
     words: list[str] = []
     for name, value in {**own, **given}.items():
