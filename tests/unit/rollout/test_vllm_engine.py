@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from treadle.errors import DeadlineError, EngineError, EngineLostError
 from treadle.rollout.engines.http_calls import HttpCalls
@@ -18,6 +19,7 @@ from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLaunch, VllmLimi
 from treadle.rollout.engines.vllm_engine.launch import arguments_of, plugin_folder, variables_of
 from treadle.rollout.engines.vllm_engine.replies import completion_of, request_of
 from treadle.types import SamplingParams, Status
+from treadle.weights import Offer, WeightSpec
 
 SECONDS = 30.0
 
@@ -253,6 +255,75 @@ def test_nobody_there_is_lost():
             await one(engine)
 
     asyncio.run(main())
+
+
+# An update that breaks off
+
+OFFER = Offer("shm", 4, {"w": WeightSpec((2,), torch.float32)}, {"path": "x", "digest": "y"})
+
+
+def told(refused: set[tuple[str, int]], use):
+    """Run `use(engine)` against a server that refuses the given (path, how many times it was asked before); what it was asked."""
+    asked: list[str] = []
+
+    async def serve(reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        path = head.split()[1].split("?")[0]
+        no = (path, asked.count(path)) in refused
+        asked.append(path)
+        writer.write(http(500, '{"error": "out of memory"}') if no else http(200, '{"success": true}'))
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        engine = VllmEngine(HttpCalls.to(f"127.0.0.1:{port}", "engine 7"), {0}, VllmLimits(64, answer_seconds=5))
+        await asyncio.wait_for(use(engine), SECONDS)
+        server.close()
+
+    asyncio.run(main())
+    return asked
+
+
+def test_an_update_that_is_refused_before_it_begins_changes_nothing():
+    async def use(engine):
+        await engine.set_version(3)
+        with pytest.raises(EngineError, match=r"refused /update_weights \(500\): .*out of memory"):
+            await engine.receive(OFFER)
+        assert engine.version == 3
+        await engine.health()
+
+    asked = told({("/update_weights", 0)}, use)
+    assert asked[1:5] == ["/pause", "/start_weight_update", "/update_weights", "/resume"]
+
+
+def test_after_an_update_that_broke_off_nothing_is_generated_until_a_whole_one():
+    async def use(engine):
+        await engine.set_version(3)
+        with pytest.raises(EngineError, match="out of memory"):
+            await engine.receive(OFFER)
+        for refusal in (one(engine), engine.health()):
+            with pytest.raises(EngineError, match=r"no whole weights: the update to version 4 broke off half-way"):
+                await refusal
+        await engine.pause()
+        await engine.resume()  # as a pool does: it must not go on
+        assert engine.version == 3
+        await engine.receive(OFFER)
+        assert engine.version == 4
+        await engine.health()
+
+    asked = told({("/update_weights", 1)}, use)
+    assert asked.count("/resume") == 1
+    assert asked.index("/resume") > asked.index("/reset_prefix_cache")
+
+
+def test_an_older_version_is_refused():
+    async def use(engine):
+        await engine.set_version(9)
+        with pytest.raises(EngineError, match="version 4 is offered, engine 7 already has 9"):
+            await engine.receive(OFFER)
+
+    assert told(set(), use) == ["/update_weight_version"]
 
 
 # Arguments

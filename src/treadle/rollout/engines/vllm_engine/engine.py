@@ -49,7 +49,7 @@ class VllmEngine:
         self.process = process
         self._version = -1
         self._running: set[asyncio.Task[Completion]] = set()
-        self._paused = self._asleep = self._updating = self._closed = False
+        self._paused = self._asleep = self._weights_asleep = self._updating = self._closed = False
         self._torn: str | None = None
         self._gate = asyncio.Lock()  # of what changes the server's state
 
@@ -175,8 +175,6 @@ class VllmEngine:
             self._asleep = False
             await self._go_on()
 
-    _weights_asleep = False
-
     async def _wake_weights(self) -> None:
         if self._weights_asleep:
             await self._ask("/wake_up", params={"tags": "weights"}, seconds=self._limits.weights_seconds)
@@ -203,7 +201,6 @@ class VllmEngine:
                 self._updating = False
                 if not self._closed and self._torn is None:
                     await self._go_on()
-        # Outside the gate: this waits for the requests.
 
     async def _take(self, offer: Offer) -> None:
         update = {"offer": offer.to_json()}
