@@ -146,14 +146,29 @@ def test_a_server_that_never_serves_runs_into_the_deadline_and_is_ended(launch, 
     _until(lambda: not _runs(server))
 
 
-def test_an_interpreter_without_vllm_is_named():
+def test_an_interpreter_without_vllm_is_named(tmp_path):
     with pytest.raises(EngineError, match=r"has no vllm; install it there or name another.*--engine-python"):
-        plugin_folder(sys.executable)
+        plugin_folder(sys.executable, tmp_path)
+
+
+def test_the_plugin_is_found_by_its_entry_point_alone(launch, tmp_path):
+    """By an interpreter that knows nothing of this environment but the folder."""
+    folder = plugin_folder(launch("").python, tmp_path / "plugin")
+    script = (
+        "import importlib.metadata as m, sys; sys.path.insert(0, sys.argv[1]); "
+        "(e,) = [e for e in m.entry_points(group='vllm.general_plugins') if e.name == 'treadle']; "
+        "print(e.value)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script, str(folder)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "treadle.weights.vllm_plugin:register"
+    assert plugin_folder(launch("").python, tmp_path / "plugin") == folder
 
 
 def test_no_interpreter_is_named(tmp_path):
     with pytest.raises(EngineError, match=r"can't run .*nothing-there.*--engine-python"):
-        plugin_folder(str(tmp_path / "nothing-there"))
+        plugin_folder(str(tmp_path / "nothing-there"), tmp_path)
 
 
 def test_a_server_ends_when_its_owner_is_killed(tmp_path):

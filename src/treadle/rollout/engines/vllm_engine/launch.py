@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +53,7 @@ async def start_vllm(
 
     Raises `EngineError` with the end of its log where it does not, and `DeadlineError` where it takes too long.
     """
-    folder = await asyncio.to_thread(plugin_folder, launch.python)
+    folder = await asyncio.to_thread(plugin_folder, launch.python, launch.log.parent.absolute() / "plugin")
     port = free_port()
     args = [launch.python, "-m", "vllm.entrypoints.openai.api_server", *arguments_of(launch, port)]
     process = ServerProcess.start(ServerCommand(name, args, variables_of(launch, folder), launch.log))
@@ -133,8 +132,8 @@ def variables_of(launch: VllmLaunch, plugin: Path) -> dict[str, str]:
     return {**found, **{name: os.environ[name] for name in found if name.startswith("VLLM_CPU") and name in os.environ}}
 
 
-def plugin_folder(python: str) -> Path:
-    """A folder that makes the server find Treadle's plugin, and nothing else of this environment.
+def plugin_folder(python: str, folder: Path) -> Path:
+    """Make `folder` one that makes the server find Treadle's plugin, and nothing else of this environment.
 
     It holds links to this package and, where the server's interpreter is of the same kind and lacks it, to xxhash, and
     the entry point that vLLM looks for. Raises `EngineError` where that interpreter has no vLLM.
@@ -142,11 +141,8 @@ def plugin_folder(python: str) -> Path:
     found = probe(python)
     if found["vllm"] is None:
         raise EngineError(f"{python} has no vllm; install it there or name another interpreter with --engine-python")
-    folder = Path(tempfile.gettempdir()) / f"treadle-vllm-plugin-{os.getuid()}-{_stamp()}"
     info = folder / f"treadle_vllm_plugin-{treadle.__version__}.dist-info"
-    info.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise EngineError(f"{folder} belongs to somebody else; remove it or set TMPDIR")
+    info.mkdir(parents=True, exist_ok=True)
     _write(info / "METADATA", f"Metadata-Version: 2.1\nName: treadle-vllm-plugin\nVersion: {treadle.__version__}\n")
     _write(info / "entry_points.txt", "[vllm.general_plugins]\ntreadle = treadle.weights.vllm_plugin:register\n")
     _link(folder / "treadle", Path(treadle.__file__).parent)
@@ -172,12 +168,6 @@ def probe(python: str) -> dict[str, str | bool | None]:
     except (subprocess.TimeoutExpired, ValueError) as error:
         raise EngineError(f"{python} is no Python interpreter that works; give another with --engine-python") from error
     return found
-
-
-def _stamp() -> str:
-    import hashlib
-
-    return hashlib.sha256(f"{treadle.__file__}:{sys.executable}".encode()).hexdigest()[:12]
 
 
 def _write(path: Path, text: str) -> None:
