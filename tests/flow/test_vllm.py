@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from treadle.config import load_config
@@ -31,14 +33,24 @@ def assert_learned(rows) -> None:
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 
 
-def test_a_run_in_one_process_learns(vllm_flags, read_rows, tmp_path):
+def assert_no_server_is_left(model: Path) -> None:
+    """A Ray worker that ends is killed; its server must go as well, soon."""
+    deadline = time.monotonic() + 20
+    while left := [p for p in psutil.process_iter(["cmdline"]) if str(model) in (p.info["cmdline"] or ())]:
+        assert time.monotonic() < deadline, f"servers are left: {left}"
+        time.sleep(0.2)
+
+
+def test_a_run_in_one_process_learns(vllm_flags, wide_model_dir, read_rows, tmp_path):
     folder = tmp_path / "run"
     train(load_config(None, [*vllm_flags, "--run-dir", str(folder)]), "toy")
     assert_learned(read_rows(folder))
+    assert_no_server_is_left(wide_model_dir)
     assert (folder / "engines" / "vllm-0.log").is_file()
 
 
-def test_a_run_over_ray_learns(vllm_flags, ray_here, read_rows, tmp_path: Path):
+def test_a_run_over_ray_learns(vllm_flags, wide_model_dir, ray_here, read_rows, tmp_path: Path):
     folder = tmp_path / "run"
     train(load_config(None, [*vllm_flags, "--runtime", "ray", "--run-dir", str(folder)]), "toy")
     assert_learned(read_rows(folder))
+    assert_no_server_is_left(wide_model_dir)

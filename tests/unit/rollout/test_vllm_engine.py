@@ -171,7 +171,8 @@ def test_no_interpreter_is_named(tmp_path):
         plugin_folder(str(tmp_path / "nothing-there"), tmp_path)
 
 
-def test_a_server_ends_when_its_owner_is_killed(tmp_path):
+@pytest.mark.parametrize("killed", ["owner", "guard"])
+def test_a_server_ends_when_its_owner_or_its_guard_is_killed(killed, tmp_path):
     """Also what the server started."""
     owner = f"""
 import sys, time
@@ -188,9 +189,10 @@ time.sleep(600)
     log = tmp_path / "log"
     _until(lambda: log.is_file() and log.read_text().strip())
     grandchild = int(log.read_text())
+    (process if killed == "owner" else psutil.Process(guard)).kill()
+    _until(lambda: not _runs(guard) and not _runs(grandchild))
     process.kill()
     process.wait()
-    _until(lambda: not _runs(guard) and not _runs(grandchild))
 
 
 def _runs(pid: int) -> bool:
