@@ -1,10 +1,13 @@
 """What tests of several packages share: a tiny random Llama on disk, its tokenizer, and random scored groups.
 
-Fixtures: `tiny_model_dir`, `tiny_model`, `tiny_codec`, `make_groups`, `make_config`, `make_trainer`.
+Fixtures: `tiny_model_dir`, `make_wide_model`, `wide_model_dir`, `vllm_python`, `tiny_model`, `tiny_codec`, `make_groups`,
+`make_config`, `make_trainer`.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import string
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +35,7 @@ CHAT_TEMPLATE = (
 )
 VOCABULARY = len(SPECIAL_TOKENS) + len(CHARACTERS)
 CONTEXT = 256
+VLLM_PYTHON = "TREADLE_VLLM_PYTHON"  # the interpreter that has vllm; scripts/test-engines makes one
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("no deadline")
@@ -96,6 +100,42 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_wide_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_wide_model(tied=True)`: folder of a tiny Llama with heads as wide as vLLM's kernels want them."""
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    def make(*, tied: bool) -> Path:
+        folder = tmp_path_factory.mktemp("wide_llama")
+        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+        config = AutoConfig.from_pretrained(tiny_model_dir, tie_word_embeddings=tied, **sizes)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            LlamaForCausalLM(config).save_pretrained(folder)
+        for path in tiny_model_dir.glob("*token*"):
+            shutil.copy(path, folder)
+        shutil.copy(tiny_model_dir / "chat_template.jinja", folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wide_model_dir(make_wide_model: Callable[..., Path]) -> Path:
+    """The tied one. Read only."""
+    return make_wide_model(tied=True)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter that has vllm."""
+    python = os.environ.get(VLLM_PYTHON)
+    if not python:
+        pytest.skip(f"{VLLM_PYTHON} names no interpreter that has vllm; scripts/test-engines makes one and runs this")
+    return python
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def test_pause_holds_everything_and_resume_goes_on(serve, complete, make_prompts
     assert same(want, late)
 
 
+@pytest.mark.needs_bounded
 def test_abort_gives_back_what_there_is(serve, complete, make_prompts, shape_is_right):
     prompts = make_prompts(3, seed=8)
     sampling = SamplingParams(200, seed=1, ignore_eos=True)
@@ -136,6 +137,7 @@ def test_sleep_with_samples_running_is_refused(serve, complete, make_prompts):
 # Room
 
 
+@pytest.mark.needs_bounded
 @pytest.mark.parametrize("max_rows", [1, 3, 7])
 def test_more_requests_than_fit_all_finish_with_the_same_samples(serve, max_rows, complete, make_prompts, same):
     prompts = make_prompts(9, seed=3)
@@ -251,7 +253,7 @@ def test_close_ends_what_is_in_flight(serve, complete, make_prompts):
 
     for completion in serve(use):
         assert completion.status is Status.ABORTED
-        assert 3 <= len(completion.token_ids) < 200
+        assert 1 <= len(completion.token_ids) < 200
 
 
 def test_close_while_paused(serve, complete, make_prompts):

@@ -6,6 +6,7 @@ from treadle.config.findings import Rule
 from treadle.config.rules_algorithm import ALGORITHM_RULES, length_of_run_is_given_once
 from treadle.config.rules_cluster import CLUSTER_RULES, evaluation_is_local
 from treadle.config.rules_correction import CORRECTION_RULES
+from treadle.config.rules_engine import ENGINE_RULES
 from treadle.config.rules_rollout import (
     EVALUATION_RULES,
     GENERATION_RULES,
@@ -36,8 +37,8 @@ def check_config(config: Config, *, evaluation_only: bool = False) -> list[str]:
 def _rules(config: Config, evaluation_only: bool) -> tuple[Rule, ...]:
     debug = config.debug
     if evaluation_only:
-        return (*MODEL_RULES, *EVALUATION_RULES, *SCORING_RULES, evaluation_is_local)
-    rules = MODEL_RULES + RUN_RULES + CLUSTER_RULES
+        return (*MODEL_RULES, *EVALUATION_RULES, *SCORING_RULES, *ENGINE_RULES, evaluation_is_local)
+    rules = MODEL_RULES + RUN_RULES + CLUSTER_RULES + ENGINE_RULES
     if not debug.debug_train_only:
         rules += GENERATION_RULES + SCORING_RULES
     if debug.debug_rollout_only:

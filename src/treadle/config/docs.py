@@ -52,10 +52,12 @@ def flags_markdown() -> str:
 
 
 def _flag_row(field: ConfigField) -> str:
-    name = f"`{field.name}` (recipe only)" if field.recipe_only else f"`{field.flag}`"
+    name = f"`{field.flag}`"
+    if field.recipe_only:
+        name = f"`{field.name}` (recipe only)" if field.holds_tables else f"`{field.flag}-…`"
     value = " ".join([_cell(field.kind), *([_cell(field.bounds)] if field.bounds else [])])
     meaning = _cell(field.description)
-    if field.recipe_only:
+    if field.holds_tables:
         meaning += " " + _cell(f"Settings: {', '.join(f'`{item}`' for item in override_fields())}.")
     return f"| {name} | {value} | {_default(field)} | {meaning} |"
 

@@ -61,6 +61,11 @@ class ConfigField:
         return get_origin(self.value_type) is dict
 
     @property
+    def holds_tables(self) -> bool:
+        """True where the values of the table are tables themselves."""
+        return self.recipe_only and isinstance(get_args(self.value_type)[1], type)
+
+    @property
     def default(self) -> Any:
         return self.info.get_default(call_default_factory=True)
 

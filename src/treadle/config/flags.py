@@ -22,8 +22,10 @@ def parse_flags(argv: Sequence[str], recipe: Mapping[str, Any], prog: str) -> Va
     Values of the recipe are shown as defaults in the help; `--help` prints it and exits. Raises `ConfigError` for
     unknown flags (naming the nearest) and for a flag without its value.
     """
+    argv, passed = take_engine_arguments(argv)
+    merged = {name: {**recipe.get(name, {}), **values} for name, values in passed.items()}
     if not argv:
-        return {}
+        return merged
     import tyro
 
     parsed: Any
@@ -45,7 +47,33 @@ def parse_flags(argv: Sequence[str], recipe: Mapping[str, Any], prog: str) -> Va
         raise ConfigError(_first_paragraph(complaints.getvalue())) from None
     if unknown:
         raise ConfigError("; ".join(_unknown(unknown)))
-    return dict(_given(parsed, recipe))
+    return dict(_given(parsed, recipe)) | merged
+
+
+def take_engine_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Part the words into Treadle's own and what `--vllm-NAME` passes on, by the field that holds it.
+
+    >>> take_engine_arguments(["--seed", "1", "--vllm-max-model-len", "512", "--vllm-no-enable-x"])
+    (['--seed', '1'], {'vllm': {'max_model_len': '512', 'enable_x': False}})
+    """
+    own: list[str] = []
+    passed: dict[str, dict[str, Any]] = {}
+    at = 0
+    while at < len(argv):
+        found = re.fullmatch(r"--(vllm)-([\w.-]+)(?:=(.*))?", argv[at], flags=re.DOTALL)
+        at += 1
+        if found is None:
+            own.append(argv[at - 1])
+            continue
+        values = [] if found[3] is None else [found[3]]
+        while found[3] is None and at < len(argv) and not argv[at].startswith("--"):
+            values.append(argv[at])
+            at += 1
+        name, value = found[2].replace("-", "_"), values[0] if len(values) == 1 else tuple(values)
+        if not values:
+            name, value = (name[3:], False) if name.startswith("no_") else (name, True)
+        passed.setdefault(found[1], {})[name] = value
+    return own, passed
 
 
 def _flags_type(recipe: Mapping[str, Any]) -> type:
@@ -107,7 +135,8 @@ def _unknown(words: Sequence[str]) -> Iterator[str]:
         name = word.lstrip("-").split("=", 1)[0].replace("-", "_")
         field = config_fields().get(name)
         if field is not None and field.recipe_only:
-            yield f"{field.flag} is no flag; set it in the recipe as [{field.section}.{name}.NAME]"
+            table = f"[{field.section}.{name}.NAME]" if field.holds_tables else f"[{field.section}.{name}]"
+            yield f"{field.flag} is no flag; set it in the recipe as {table}"
         else:
             yield f"unknown flag {word.split('=', 1)[0]}{_nearest_flag(name)}"
     if not flags:

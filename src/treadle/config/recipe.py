@@ -119,16 +119,22 @@ def to_toml(config: Config) -> str:
         lines = [f"[{section}]"]
         lines += [_line(key, value) for key, value in values.items() if not config_fields()[key].recipe_only]
         for key, tables in values.items():
-            if config_fields()[key].recipe_only:
+            if config_fields()[key].holds_tables:
                 lines += [line for name, table in tables.items() for line in _table(section, key, name, table)]
+            elif config_fields()[key].recipe_only and tables:
+                lines += ["", f"[{section}.{key}]", *(_line(_key(name), value) for name, value in tables.items())]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
 
 
 def _table(section: str, key: str, name: str, table: Mapping[str, Any]) -> Iterator[str]:
     yield ""
-    yield f"[{section}.{key}.{name if _BARE_KEY.fullmatch(name) else to_toml_value(name)}]"
+    yield f"[{section}.{key}.{_key(name)}]"
     yield from (_line(field, value) for field, value in table.items() if value is not None)
+
+
+def _key(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else to_toml_value(name)
 
 
 def _line(key: str, value: Any) -> str:

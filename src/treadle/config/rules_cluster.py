@@ -8,6 +8,11 @@ from treadle.config.findings import Finding, Rule, fault, warning
 from treadle.config.sections import ClusterSection, Config
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_SERVER_SETTINGS = (
+    *("health_check_interval_seconds", "health_check_timeout_seconds", "max_restarts"),
+    *("weight_transport", "weight_folder", "train_timeout_seconds", "num_cpus_per_worker"),
+)
+"""Settings that a run in one process has a use for where its engine is a server."""
 
 
 def cluster_settings_are_used(config: Config) -> Iterator[Finding]:
@@ -18,10 +23,12 @@ def cluster_settings_are_used(config: Config) -> Iterator[Finding]:
     given = [
         name for name, info in ClusterSection.model_fields.items() if cluster.model_dump()[name] != info.get_default()
     ]
+    if config.rollout.rollout_engine != "torch":
+        given = [name for name in given if name not in _SERVER_SETTINGS]
     if cluster.max_lag:
         yield fault(
-            f"max_lag = {cluster.max_lag} needs runtime = ray: in one process the engine generates with the trainer's own "
-            "weights, so nothing can run ahead of them"
+            f"max_lag = {cluster.max_lag} needs runtime = ray: in one process trainer and engine take turns, "
+            "so nothing can run ahead of the weights"
         )
     given = [name for name in given if name != "max_lag"]
     if given:

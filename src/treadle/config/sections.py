@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from treadle.config.cluster import ClusterSection
+from treadle.config.engine import EngineSection
 from treadle.config.names import reward_names
 from treadle.config.section import Section
 
@@ -96,8 +97,9 @@ class RolloutSection(Section):
         (), description="Token ids that end a sample, beside the model's own."
     )
     rollout_seed: int = Field(42, ge=0, description="Seed of the prompt order and of every sample.")
-    rollout_engine: Literal["torch"] = Field(
-        "torch", description="What generates: `torch` is the embedded engine, on the trainer's own weights."
+    rollout_engine: Literal["torch", "vllm"] = Field(
+        "torch",
+        description="What generates: `torch` is the embedded engine, on the trainer's own weights; `vllm` a server of its own.",
     )
     group_filter: str | None = Field(
         None,
@@ -456,6 +458,7 @@ class Config(Section):
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
+    engine: EngineSection = Field(default_factory=EngineSection)
     reward: RewardSection = Field(default_factory=RewardSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     critic: CriticSection = Field(default_factory=CriticSection)

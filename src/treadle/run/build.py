@@ -186,16 +186,9 @@ def build_critic(config: Config, grid: Grid, num_rollout: int, warn: Callable[[s
 def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec) -> TorchEngine:
     """The embedded engine on this module."""
     rollout = config.rollout
-    assert rollout.rollout_engine == "torch"  # the only one so far
+    assert rollout.rollout_engine == "torch"
     limits = EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), config.model.fused_ops)
     return TorchEngine(model, codec, limits)
-
-
-async def build_manager(config: Config, model: PreTrainedModel, codec: Codec, stack: AsyncExitStack) -> RolloutManager:
-    """The embedded engine on this module, and the manager that feeds it."""
-    engine = open_torch_engine(config, model, codec)
-    stack.push_async_callback(engine.close)
-    return manager_of(config, engine, codec, context_length(model.config))
 
 
 def manager_of(config: Config, engine: Engine, codec: Codec, max_length: int) -> RolloutManager:

@@ -28,6 +28,7 @@ from treadle.run.ray_rollout import Glance, RolloutActor
 from treadle.run.ray_train import TrainGroup
 from treadle.run.record import Outputs, Record
 from treadle.run.rollouts import saved_rollout
+from treadle.run.servers import is_server
 from treadle.run.session import Session, finish, open_outputs, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.run.worker_setup import WorkerSetup
@@ -344,7 +345,7 @@ def _transport(config: Config, places: Places, folder: Path) -> TransportPlan:
     cluster = config.cluster
     name = cluster.weight_transport
     if name == "auto":
-        name = "shm" if places.on_one_node else "broadcast"
+        name = "shm" if places.on_one_node else "disk" if is_server(config) else "broadcast"
     folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
     nccl = places.uses_gpus and not cluster.colocate
     return TransportPlan(

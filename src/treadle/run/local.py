@@ -1,10 +1,10 @@
-"""The local runtime: everything in one process, the engine on the trainer's own module."""
+"""The local runtime: everything in one process, but for an engine that is a server."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from treadle.run.state import random_state
 from treadle.training.checkpoint import save_checkpoint
 from treadle.training.worker import Trainer
 from treadle.types import Group
-from treadle.weights import WeightTransport
 
 GIB = 2**30
+Push = Callable[[int], Awaitable[None]]
+"""Brings the engine to the trainer's weights of now, under this version."""
 
 
 class LocalParts:
@@ -37,10 +38,10 @@ class LocalParts:
         outputs: Outputs,
         generation: Generation | None,
         trainer: Trainer | None,
-        transport: WeightTransport | None,
+        push: Push | None,
     ):
         self.config, self.schedule, self.out = config, schedule, outputs
-        self.trainer, self.transport = trainer, transport
+        self.trainer, self.push = trainer, push
         self.rollouts = None if generation is None else Rollouts(config, generation, outputs.progress.phase)
         self.written = Record(config, schedule, outputs)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -61,10 +62,10 @@ class LocalParts:
         return await self._on_thread(self.trainer.train, groups, rollout_id)
 
     async def publish(self, version: int) -> Sequence[Metric]:
-        if self.transport is None:
+        if self.push is None:
             return []
         began = time.perf_counter()
-        self.transport.push(version)
+        await self.push(version)
         return [metric("perf/publish_seconds", time.perf_counter() - began)]
 
     async def evaluate(self, done: int) -> None:

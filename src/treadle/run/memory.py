@@ -172,6 +172,10 @@ def _generation(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
     per_token = 2 * shape.num_layers * shape.kv_dim * _DTYPE_BYTES[shape.dtype]
     room = int(config.rollout.kv_cache_gib * 2**30)
     longest = _sample_tokens(config)
+    if config.rollout.rollout_engine != "torch" and not config.engine.rollout_external_engine_addrs:
+        yield MemoryPart(
+            "the server's weights", shape.parameters * _DTYPE_BYTES[shape.dtype], "and what it needs itself"
+        )
     at_once = min(room // (per_token * longest), config.rollout.max_running_requests)
     yield MemoryPart("KV cache", room, f"{room // per_token} tokens: {at_once} samples of {longest} tokens at once")
 

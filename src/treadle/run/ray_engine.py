@@ -1,18 +1,23 @@
-"""The torch engine in a worker process of its own, and the engine that its callers see."""
+"""An engine in a worker process of its own (the torch engine, or the client of a server that it starts), and the engine
+that its callers see."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from treadle.chat import load_codec
 from treadle.errors import EngineLostError
 from treadle.rollout.engines.base import EnginePart
 from treadle.rollout.engines.torch_engine import TorchEngine
+from treadle.rollout.engines.vllm_engine import VllmEngine
 from treadle.run import build
 from treadle.run.ray_calls import ask_engine
+from treadle.run.servers import ServerPlace, is_server, open_server
 from treadle.run.worker_setup import WorkerSetup, enter_worker
 from treadle.training.host_memory import HostCopies
 from treadle.types import Completion, SamplingParams
@@ -22,24 +27,29 @@ from treadle.weights.named import open_receiver
 
 
 class EngineActor:
-    """One engine with its own copy of the model; the process that Ray starts."""
+    """One engine with its own copy of the model; the process that Ray starts. A server ends with it, however it ends."""
 
-    def __init__(self, setup: WorkerSetup):
+    def __init__(self, setup: WorkerSetup, index: int):
         enter_worker(setup)
-        self._setup = setup
-        self._engine: TorchEngine | None = None
+        self._setup, self._index = setup, index
+        self._engine: TorchEngine | VllmEngine | None = None
         self._served: ServedWeights | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self._host = HostCopies()
 
     @property
-    def engine(self) -> TorchEngine:
+    def engine(self) -> TorchEngine | VllmEngine:
         assert self._engine is not None, "start first"
         return self._engine
 
     async def start(self) -> None:
         """Load the model; it generates only after its first weights."""
         config = self._setup.config
+        if is_server(config):
+            codec = await asyncio.to_thread(load_codec, self._setup.model_path)
+            logs = Path(tempfile.mkdtemp(prefix="treadle-engine-"))
+            self._engine = await open_server(config, ServerPlace(self._setup.model_path, codec, logs), self._index)
+            return
 
         def load() -> TorchEngine:
             model = build.load_policy(config, self._setup.model_path, trainable=False)
@@ -52,17 +62,22 @@ class EngineActor:
 
     async def receive(self, offer: dict[str, Any]) -> int:
         """Take offered weights; the version."""
-        given = Offer.from_json(offer)
+        given, engine = Offer.from_json(offer), self.engine
+        if isinstance(engine, VllmEngine):
+            await engine.receive(given)
+            return engine.version
         if self._served is None:
-            model = self.engine.model
-            self._served = ServedWeights(dict(model.named_parameters()), self.engine.set_version)
+            self._served = ServedWeights(dict(engine.model.named_parameters()), engine.set_version)
         if given.transport not in self._receivers:
             self._receivers[given.transport] = open_receiver(given.transport, self._served)
-        await self.engine.receive_weights(self._receivers[given.transport], given)
-        return self.engine.version
+        await engine.receive_weights(self._receivers[given.transport], given)
+        return engine.version
 
     async def set_version(self, version: int) -> int:
-        self.engine.set_version(version)
+        if isinstance(self.engine, VllmEngine):
+            await self.engine.set_version(version)
+        else:
+            self.engine.set_version(version)
         return version
 
     async def abort(self) -> None:
@@ -77,6 +92,8 @@ class EngineActor:
     async def sleep(self) -> None:
         """Free keys and values, and the device's memory of the model's own copy, which goes to the host."""
         await self.engine.sleep()
+        if isinstance(self.engine, VllmEngine):
+            return
         model = self.engine.model
         await asyncio.to_thread(self._host.sleep, [*model.parameters(), *model.buffers()])
 

@@ -21,6 +21,7 @@ from treadle.run.placement import Places, worker_options
 from treadle.run.ray_calls import ask_engine
 from treadle.run.ray_engine import EngineActor, RemoteEngine
 from treadle.run.rollouts import Generation, Rollouts
+from treadle.run.servers import is_server
 from treadle.run.state import random_state, seed_everything, set_random_state
 from treadle.run.worker_setup import WorkerSetup, enter_worker
 from treadle.types import Group
@@ -91,9 +92,12 @@ class RolloutActor:
 
         cluster = self._config.cluster
         options = worker_options(self._config, self._places, self._places.engines[index], shares=cluster.colocate)
-        actor = ray.remote(EngineActor).options(**options).remote(self._setup)
+        actor = ray.remote(EngineActor).options(**options).remote(self._setup, index)
         name = f"engine {index}"
-        await ask_engine(actor.start.remote(), name, "its start", cluster.worker_start_timeout_seconds)
+        seconds = cluster.worker_start_timeout_seconds
+        if is_server(self._config):
+            seconds += self._config.engine.engine_start_timeout_seconds
+        await ask_engine(actor.start.remote(), name, "its start", seconds)
         return RemoteEngine(actor, name, cluster.health_check_timeout_seconds, cluster.train_timeout_seconds)
 
     async def _restart_engine(self, index: int) -> Engine:

@@ -62,6 +62,12 @@ class Record:
         """Write and show the metrics of a finished rollout."""
         values = reduce_metrics(metrics)
         self._write(rollout_id, values)
+        gap, most = values.get("train/rollout_logprob_abs_diff", 0.0), self.config.engine.max_logprob_diff
+        if gap > most:
+            self.out.progress.warn(
+                f"rollout {rollout_id}: the engine's logprobs are {gap:.3g} nats from the trainer's on average, more than "
+                f"max_logprob_diff = {most:g}; compare dtypes and the engine's arguments, or correct with rollout_correction"
+            )
         self.out.progress.step(rollout_id, values)
 
     def _write(self, rollout_id: int, values: Mapping[str, float]) -> None:

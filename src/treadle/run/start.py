@@ -8,24 +8,29 @@ import warnings
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treadle.config import Config, check_config
 from treadle.errors import ConfigError
 from treadle.models.export import export_model
-from treadle.models.load import is_model_folder
+from treadle.models.load import context_length, is_model_folder
 from treadle.observe.progress import Progress
 from treadle.rollout.filters import load_filter
+from treadle.rollout.manager import RolloutManager
 from treadle.run import build
 from treadle.run.lease import FreeLease, Lease, SharedLease
-from treadle.run.local import LocalParts
+from treadle.run.local import LocalParts, Push
 from treadle.run.loop import Schedule, train_loop
 from treadle.run.rollouts import Generation
+from treadle.run.servers import LocalServers, ServerPlace, is_server
 from treadle.run.session import Session, finish, open_outputs, open_session, restore, schedule_of
 from treadle.run.state import seed_everything
 from treadle.run.stop import Stop, leave, stops_on_signals
 from treadle.training.checkpoint import find_checkpoint
 from treadle.weights import InprocTransport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def train(config: Config, recipe_name: str) -> None:
@@ -100,17 +105,16 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
     async with AsyncExitStack() as stack:
         scorer = await build.open_scorer(config, config.reward, stack) if source is not None else None
         outputs = open_outputs(session, recipe_name, stack, continues=True)
-        generation = transport = None
+        generation = push = None
         lease: Lease = FreeLease()
         if source is not None and scorer is not None:
-            manager = await build.build_manager(config, model, session.codec, stack)
+            manager, push = await _open_engine(session, model, outputs.folder.path, stack)
             sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
-            transport = InprocTransport(model, model, manager.engine.set_version)
-            transport.push(schedule.start_rollout_id)
+            await push(schedule.start_rollout_id)
             keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
             generation = Generation(manager, source, scorer, sets, keep)
             lease = SharedLease(manager.engine)
-        parts = LocalParts(config, schedule, outputs, generation, trainer, transport)
+        parts = LocalParts(config, schedule, outputs, generation, trainer, push)
         progress.start(schedule.num_rollout, schedule.start_rollout_id)
         try:
             with stops_on_signals(stop, progress.note):
@@ -118,6 +122,26 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
         finally:
             summary = finish(outputs.folder, recipe_name, time.perf_counter() - began)
     return summary
+
+
+async def _open_engine(
+    session: Session, model: PreTrainedModel, folder: Path, stack: AsyncExitStack
+) -> tuple[RolloutManager, Push]:
+    """What generates with the weights of this model, and how it gets them when they have changed."""
+    config, codec, progress = session.config, session.codec, session.progress
+    if is_server(config):
+        progress.phase(f"starting {config.rollout.rollout_engine}")
+        place = ServerPlace(session.model_path, codec, folder / "engines")
+        servers = await LocalServers.open(config, place, model, progress.warn, stack)
+        return build.manager_of(config, servers.pool, codec, context_length(model.config)), servers.publish
+    engine = build.open_torch_engine(config, model, codec)
+    stack.push_async_callback(engine.close)
+    transport = InprocTransport(model, model, engine.set_version)
+
+    async def push(version: int) -> None:
+        transport.push(version)
+
+    return build.manager_of(config, engine, codec, context_length(model.config)), push
 
 
 async def _evaluate(session: Session, recipe_name: str) -> None:
@@ -130,8 +154,8 @@ async def _evaluate(session: Session, recipe_name: str) -> None:
         scorer = await build.open_scorer(config, config.reward, stack)
         sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
         outputs = open_outputs(session, f"{recipe_name}-eval", stack)
-        manager = await build.build_manager(config, model, session.codec, stack)
-        manager.engine.set_version(session.start_rollout_id)
+        manager, push = await _open_engine(session, model, outputs.folder.path, stack)
+        await push(session.start_rollout_id)
         generation = Generation(manager, None, scorer, sets)
         schedule = Schedule(session.start_rollout_id, session.start_rollout_id)
         parts = LocalParts(config, schedule, outputs, generation, None, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec, check_specs
 from treadle.weights.ends import SentWeights, ServedWeights
 from treadle.weights.flat import as_bytes
-from treadle.weights.version_folders import Manifest, VersionWriter, check_files, read_manifest
+from treadle.weights.version_folders import Manifest, VersionWriter, check_files, file_paths, read_manifest
 
 NAME = "disk"
 INDEX = "model.safetensors.index.json"
@@ -62,9 +62,7 @@ class DiskReceiver:
 
     def receive(self, offer: Offer) -> None:
         self.served.check(offer, NAME)
-        folder, manifest = find(offer)
-        with ExitStack() as stack:
-            tensors = open_shards(check_files(folder, manifest), offer.specs, stack)
+        with open_offered(offer) as tensors:
             self.served.copy_from(tensors, offer.version)
 
     def close(self) -> None:
@@ -78,6 +76,15 @@ def find(offer: Offer) -> tuple[Path, Manifest]:
     if manifest.digest != offer.where.get("digest"):
         raise EngineError(f"version {offer.version} in {folder} is not the one that was offered; push it again")
     return folder, manifest
+
+
+@contextmanager
+def open_offered(offer: Offer, *, verify: bool = True) -> Iterator[dict[str, Tensor]]:
+    """The offered weights, mapped from their files while inside; `verify` compares the files' checksums."""
+    folder, manifest = find(offer)
+    paths = check_files(folder, manifest) if verify else file_paths(folder, manifest)
+    with ExitStack() as stack:
+        yield open_shards(paths, offer.specs, stack)
 
 
 def converted(weights: SentWeights, name: str) -> Tensor:

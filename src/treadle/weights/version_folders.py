@@ -162,6 +162,11 @@ def read_manifest(folder: Path, version: int) -> Manifest:
     return found
 
 
+def file_paths(folder: Path, manifest: Manifest) -> list[Path]:
+    """Where the files of a version are."""
+    return [folder / name_of(manifest.version) / Path(name).name for name in manifest.files]
+
+
 def check_files(folder: Path, manifest: Manifest) -> list[Path]:
     """The files of a version, each of the size and checksum its manifest names; else `EngineError`."""
     paths = []

@@ -189,3 +189,26 @@ def test_any_value_survives_toml(value):
     back = tomllib.loads(f"x = {to_toml_value(value)}")["x"]
     assert type(back) is type(value)
     assert back == value or (math.isnan(back) and math.isnan(value))
+
+
+# Arguments of engines
+
+
+def test_arguments_of_an_engine_are_passed_by_prefix_and_win_over_the_recipe(recipe):
+    path = recipe(
+        '[rollout]\nrollout_engine = "vllm"\n[engine.vllm]\nmax_model_len = 256\nenforce_eager = true\nlora = ["a", "b"]\n'
+    )
+    argv = ["--vllm-max-model-len", "512", "--rollout-batch-size", "4", "--vllm-no-enforce-eager", "--vllm-x.y=--z"]
+    config = load_config(path, argv)
+    assert config.engine.vllm == {"max_model_len": "512", "enforce_eager": False, "lora": ("a", "b"), "x.y": "--z"}
+    assert config.rollout.rollout_batch_size == 4
+    assert load_config(recipe(to_toml(config))) == config
+
+
+def test_engine_arguments_alone_are_enough():
+    assert load_config(None, ["--vllm-enforce-eager"]).engine.vllm == {"enforce_eager": True}
+
+
+def test_the_table_of_engine_arguments_is_named_in_refusals(recipe):
+    assert "[engine.vllm]" in refusal(None, "--vllm", "x")
+    assert "vllm.max_model_len" in refusal(recipe("[engine.vllm]\nmax_model_len = {a = 1}\n"))

@@ -88,12 +88,13 @@ def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config
     )
 
     async def main():
-        async with AsyncExitStack() as stack:
-            manager = await build.build_manager(config, tiny_model, tiny_codec, stack)
-            assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
-            assert manager.conversation is None
-            limits = manager.engine._scheduler.limits
-            assert (limits.max_rows, limits.kv_bytes) == (5, 2**29)
+        engine = build.open_torch_engine(config, tiny_model, tiny_codec)
+        manager = build.manager_of(config, engine, tiny_codec, 256)
+        assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
+        assert manager.conversation is None
+        limits = engine._scheduler.limits
+        assert (limits.max_rows, limits.kv_bytes) == (5, 2**29)
+        await engine.close()
 
     asyncio.run(main())
 

@@ -1,0 +1,146 @@
+"""The end of the weight transports inside a vLLM server: an offer comes over HTTP, the weights from where it says.
+
+An update is three requests: start, then `update_weights` twice with the same offer, then finish. The first one only
+checks (every worker its own part, before any of them changes), the second one loads. What fails in the first leaves
+the old weights whole; what fails in the second leaves a model that must not serve until a whole update has come.
+
+vLLM splits and joins the weights of a checkpoint itself (fused projections, tensor parallelism, packed layouts of CPU
+kernels), so they are given to its own loader.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from treadle.errors import EngineError
+from treadle.weights.base import Offer, WeightSpec, check_specs
+from treadle.weights.disk import open_offered
+from treadle.weights.shm import map_offer
+
+HEAD = "lm_head.weight"
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class OfferedWeights(WeightTransferUpdateInfo):
+    """An offer as JSON; with `check_only` nothing is changed."""
+
+    offer: dict[str, Any] = field(default_factory=dict)
+    check_only: bool = False
+
+
+class TreadleWeights(WeightTransferEngine[NoInit, OfferedWeights]):
+    """Loads offered weights into the model of one worker."""
+
+    init_info_cls = NoInit
+    update_info_cls = OfferedWeights
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
+        super().__init__(config, vllm_config, device, model)
+        self._expected: Mapping[str, WeightSpec] | None = None
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to do yet: what is offered must be checked first."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's own, which also waits for an accelerator where there is none."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: OfferedWeights) -> None:
+        """Check the offer, or load it."""
+        offer = Offer.from_json(update_info.offer)
+        check_specs(offer.specs, self._specs())
+        with opened(offer, verify=update_info.check_only) as tensors:
+            if not update_info.check_only:
+                self._load(tensors)
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(iter(tensors.items()))
+            finalize_layerwise_reload(self.model, self.model_config)
+            refresh_prepacked_heads(self.model)
+
+    def _specs(self) -> Mapping[str, WeightSpec]:
+        if self._expected is None:
+            tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+            self._expected = expected_specs(Path(self.model_config.model), self.model_config.dtype, tied)
+        return self._expected
+
+    def finish_weight_update(self) -> None:
+        """Nothing to do: `update_weights` left a whole model or raised."""
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+@contextmanager
+def opened(offer: Offer, *, verify: bool) -> Iterator[Mapping[str, Tensor]]:
+    """The offered weights, mapped from where they lie; `verify` compares checksums too."""
+    if offer.transport == "shm":
+        yield map_offer(offer, verify=verify)
+    elif offer.transport == "disk":
+        with open_offered(offer, verify=verify) as tensors:
+            yield tensors
+    else:
+        raise EngineError(f"weights are offered by {offer.transport!r}; a vLLM server takes shm and disk")
+
+
+def expected_specs(folder: Path, dtype: torch.dtype, tied: bool) -> dict[str, WeightSpec]:
+    """Names and shapes of the weights that the model folder holds, in the dtype the server computes in.
+
+    The head of a tied model is not one of them. Raises `EngineError` where the folder has no safetensors.
+    """
+    index = folder / "model.safetensors.index.json"
+    files = (
+        sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        if index.is_file()
+        else sorted(folder.glob("*.safetensors"))
+    )
+    if not files:
+        raise EngineError(f"{folder} has no safetensors to compare sent weights with; save the model as safetensors")
+    specs: dict[str, WeightSpec] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if not (tied and name == HEAD):
+                    specs[name] = WeightSpec(tuple(file.get_slice(name).get_shape()), dtype)
+    return specs
+
+
+def refresh_prepacked_heads(model: torch.nn.Module) -> None:
+    """Have heads that CPU kernels keep a packed copy of pack it anew.
+
+    vLLM packs the matrix of a head when it is loaded. A head that is tied to the embeddings gets no weights of its own
+    in a reload, so it would go on with the copy of the old ones.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,56 @@
+"""Whole tiny runs whose samples come from a vLLM server: they learn, and the server always has the trainer's weights."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from treadle.config import load_config
+from treadle.run.start import train
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_ROLLOUT = 12
+
+
+@pytest.fixture
+def vllm_flags(vllm_python, wide_model_dir, toy_flags, tmp_path):
+    """Flags of the toy run with a vLLM server."""
+    at = toy_flags.index("--hf-checkpoint")
+    own = [*toy_flags[:at], *toy_flags[at + 2 :], "--hf-checkpoint", str(wide_model_dir)]
+    server = ["--rollout-engine", "vllm", "--engine-python", vllm_python, "--vllm-enforce-eager", "--kv-cache-gib", "1"]
+    return [*own, *server, "--vllm-max-model-len", "128", "--num-rollout", str(NUM_ROLLOUT)]
+
+
+def assert_learned(rows) -> None:
+    rewards = [row["rollout/reward_mean"] for row in rows if "rollout/reward_mean" in row]
+    gaps = [row["train/rollout_logprob_abs_diff_max"] for row in rows if "train/rollout_logprob_abs_diff_max" in row]
+    assert len(rewards) == len(gaps) == NUM_ROLLOUT
+    assert max(gaps) < 1e-4, "the server generated with other weights than the trainer's"
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+
+
+def assert_no_server_is_left(model: Path) -> None:
+    """A Ray worker that ends is killed; its server must go as well, soon."""
+    deadline = time.monotonic() + 20
+    while left := [p for p in psutil.process_iter(["cmdline"]) if str(model) in (p.info["cmdline"] or ())]:
+        assert time.monotonic() < deadline, f"servers are left: {left}"
+        time.sleep(0.2)
+
+
+def test_a_run_in_one_process_learns(vllm_flags, wide_model_dir, read_rows, tmp_path):
+    folder = tmp_path / "run"
+    train(load_config(None, [*vllm_flags, "--run-dir", str(folder)]), "toy")
+    assert_learned(read_rows(folder))
+    assert_no_server_is_left(wide_model_dir)
+    assert (folder / "engines" / "vllm-0.log").is_file()
+
+
+def test_a_run_over_ray_learns(vllm_flags, wide_model_dir, ray_here, read_rows, tmp_path: Path):
+    folder = tmp_path / "run"
+    train(load_config(None, [*vllm_flags, "--runtime", "ray", "--run-dir", str(folder)]), "toy")
+    assert_learned(read_rows(folder))
+    assert_no_server_is_left(wide_model_dir)

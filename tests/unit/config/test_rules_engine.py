@@ -1,0 +1,59 @@
+"""Rules about engines that are servers."""
+
+import pytest
+
+from treadle.config import check_config
+from treadle.errors import ConfigError
+
+VLLM = {"rollout_engine": "vllm"}
+
+
+@pytest.fixture
+def findings(make_config):
+    """`findings(**fields)`: the text of everything the rules find, faults included."""
+
+    def find(**fields):
+        base = {
+            "hf_checkpoint": "m",
+            "prompt_data": ("a.jsonl",),
+            "rm_type": ("regex",),
+            "rm_regex": "x",
+            "num_rollout": 1,
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 2,
+        }
+        try:
+            return "\n".join(check_config(make_config(**base, **fields)))
+        except ConfigError as error:
+            return str(error)
+
+    return find
+
+
+def test_a_plain_run_with_vllm_has_no_findings(findings):
+    assert (
+        findings(**VLLM, engine_python="p", vllm={"enforce_eager": True}, max_restarts=5, weight_transport="disk") == ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"engine_python": "p"}, "engine_python does nothing with rollout_engine = torch"),
+        ({"vllm": {"x": "1"}}, "vllm does nothing with rollout_engine = torch"),
+        ({"rollout_external_engine_addrs": ("a:1",)}, "rollout_external_engine_addrs does nothing"),
+        ({**VLLM, "vllm": {"max-num-seqs": "3"}}, "--vllm-max-num-seqs is not yours to give"),
+        ({**VLLM, "weight_transport": "broadcast"}, "weight_transport = broadcast does not reach a vLLM server"),
+        ({**VLLM, "rollout_external_engine_addrs": ("a:1", "a:1")}, "names a server twice"),
+        (
+            {**VLLM, "rollout_external_engine_addrs": ("a:1",), "vllm": {"x": True}},
+            "vllm does nothing with rollout_ext",
+        ),
+        (
+            {**VLLM, "rollout_external_engine_addrs": ("a:1", "b:1"), "runtime": "ray"},
+            "names 2 servers and the run has 1 engines; set rollout_num_gpus = 2",
+        ),
+    ],
+)
+def test_findings(findings, fields, message):
+    assert message in findings(**fields)
