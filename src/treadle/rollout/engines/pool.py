@@ -151,7 +151,9 @@ class EnginePool:
             if engine is None:
                 continue
             try:
-                await asyncio.wait_for(engine.health(), self._limits.check_timeout_seconds)
+                # Not wait_for: in Python 3.11 it can swallow the cancel of a close, and the watch would never end.
+                async with asyncio.timeout(self._limits.check_timeout_seconds):
+                    await engine.health()
             except TimeoutError:
                 waited = f"it did not answer within {self._limits.check_timeout_seconds:g} s"
                 self._lose(seat, engine, EngineLostError(waited))
