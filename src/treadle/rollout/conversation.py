@@ -62,7 +62,8 @@ class Conversation:
 
     async def _reply(self, trajectory: Trajectory, turns: list[str]) -> Reply:
         call = self.environment.reply(trajectory.prompt, tuple(turns))
-        return await asyncio.wait_for(call, self.limits.reply_timeout_seconds)
+        async with asyncio.timeout(self.limits.reply_timeout_seconds):
+            return await call
 
     def _tokens(self, reply: str | list) -> list[int]:
         text = reply if isinstance(reply, str) else self.codec.render_reply(reply)

@@ -214,7 +214,8 @@ class GroupScoring:
     async def _from_group(self, reward: PlacedReward, sample: Sample) -> RewardScore | None:
         seconds = self._scorer.group_wait_seconds
         try:
-            await asyncio.wait_for(self._complete.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._complete.wait()
         except TimeoutError:
             if not self._complete.is_set():
                 raise RewardFault(f"waited {seconds:g} s for the other samples of the group") from None
