@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config import Config
-from treadle.errors import CheckpointError, DeadlineError, EngineLostError, WorkerLostError
+from treadle.errors import DeadlineError, EngineLostError, WorkerLostError
 from treadle.metrics import Metric, metric
+from treadle.rollout.engines.pool import PUBLISH_TRIES
 from treadle.run import build
 from treadle.run.lease import FreeLease, Holder, Lease
 from treadle.run.loop import Collection, Schedule, train_loop
@@ -38,7 +39,6 @@ from treadle.weights.named import TransportPlan
 
 GLANCE_SECONDS = 0.3
 CLOSE_SECONDS = 20.0
-PUBLISH_TRIES = 3
 MANY_CALLS = 100_000
 """Calls a worker holds at once: a rollout has one for each prompt."""
 
@@ -102,18 +102,7 @@ class ClusterParts:
         self.written.evaluation(done, found, time.perf_counter() - began)
 
     async def save(self, done: int) -> Sequence[Metric]:
-        assert self.trainer is not None
-        self.out.progress.phase("saving")
-        began = time.perf_counter()
-        state = {} if self.rollout is None else await self._ask_rollout("state", done)
-        try:
-            await self.trainer.save(self.out.checkpoints, done, state)
-            self.saved = done
-        except CheckpointError as error:
-            if done >= self.schedule.num_rollout:
-                raise
-            self.out.progress.warn(f"{error}; training goes on, the next save tries again")
-        return [metric("perf/save_seconds", time.perf_counter() - began)]
+        return await self.written.save(done, lambda: self._save(done))
 
     def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
         self.written.step(rollout_id, metrics)
@@ -147,6 +136,12 @@ class ClusterParts:
             await asyncio.gather(self._again, return_exceptions=True)
 
     # Their insides
+
+    async def _save(self, done: int) -> None:
+        assert self.trainer is not None
+        state = {} if self.rollout is None else await self._ask_rollout("state", done)
+        await self.trainer.save(self.out.checkpoints, done, state)
+        self.saved = done
 
     async def _exchange(self, version: int) -> None:
         """Offer, receive and deliver; again where an engine is lost on the way."""

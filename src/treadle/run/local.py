@@ -9,13 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
 from treadle.config import Config
-from treadle.errors import CheckpointError
 from treadle.metrics import Metric, metric
 from treadle.run.loop import Collection, Schedule
+from treadle.run.memory import PeakMemory
 from treadle.run.record import Outputs, Record
 from treadle.run.rollouts import Generation, Rollouts, saved_rollout
 from treadle.run.state import random_state
@@ -23,7 +20,6 @@ from treadle.training.checkpoint import save_checkpoint
 from treadle.training.worker import Trainer
 from treadle.types import Group
 
-GIB = 2**30
 Push = Callable[[int], Awaitable[None]]
 """Brings the engine to the trainer's weights of now, under this version."""
 
@@ -45,7 +41,7 @@ class LocalParts:
         self.rollouts = None if generation is None else Rollouts(config, generation, outputs.progress.phase)
         self.written = Record(config, schedule, outputs)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._peak_gib = 0.0
+        self._memory = PeakMemory()
 
     async def collect(self, rollout_id: int) -> Collection:
         if self.config.debug.debug_train_only:
@@ -75,19 +71,11 @@ class LocalParts:
         self.written.evaluation(done, found, time.perf_counter() - began)
 
     async def save(self, done: int) -> Sequence[Metric]:
-        assert self.trainer is not None
-        self.out.progress.phase("saving")
-        began = time.perf_counter()
-        try:
-            await self._on_thread(self._save_now, done)
-        except CheckpointError as error:
-            if done >= self.schedule.num_rollout:
-                raise
-            self.out.progress.warn(f"{error}; training goes on, the next save tries again")
-        return [metric("perf/save_seconds", time.perf_counter() - began)]
+        return await self.written.save(done, lambda: self._on_thread(self._save_now, done))
 
     def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
-        self.written.step(rollout_id, [*metrics, *self._memory()])
+        device = "cpu" if self.trainer is None else self.trainer.device.type
+        self.written.step(rollout_id, [*metrics, *self._memory.metrics(device)])
 
     # Their insides
 
@@ -119,11 +107,3 @@ class LocalParts:
             config=self.config.model_dump(mode="json"),
             keep=self.config.checkpoint.keep_checkpoints,
         )
-
-    def _memory(self) -> list[Metric]:
-        if self.trainer is not None and self.trainer.device.type == "cuda":
-            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        else:
-            now = peak = psutil.Process().memory_info().rss
-        self._peak_gib = max(self._peak_gib, peak / GIB)
-        return [metric("perf/memory_gib", now / GIB), metric("perf/peak_memory_gib", self._peak_gib)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from treadle.config import Config, batch_arithmetic
 from treadle.config.names import ADVANTAGE_ESTIMATORS
+from treadle.metrics import Metric, metric
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _SAVED_PER_LINEAR_WIDTH = 1.2
@@ -213,6 +214,25 @@ def _logit_bytes(shape: ModelShape) -> int:
 
     rows, columns = GPU_TILE if shape.device == "cuda" else CPU_TILE
     return _LOGIT_TILES * rows * min(columns, shape.vocab_size) * 4
+
+
+class PeakMemory:
+    """The memory of this process (of its GPU, where it computes on one), and the most it had whenever it was asked."""
+
+    def __init__(self) -> None:
+        self._peak = 0.0
+
+    def metrics(self, device: str) -> list[Metric]:
+        """What it has now, and the most so far."""
+        import psutil
+        import torch
+
+        if device == "cuda":
+            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        else:
+            now = peak = psutil.Process().memory_info().rss
+        self._peak = max(self._peak, peak)
+        return [metric("perf/memory_gib", now / 2**30), metric("perf/peak_memory_gib", self._peak / 2**30)]
 
 
 def machine_memory(device: str) -> MachineMemory:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from treadle.errors import DeadlineError, RankError, WorkerLostError
-from treadle.metrics import Metric, metric
+from treadle.metrics import Metric
 from treadle.models.load import pick_device
+from treadle.run.memory import PeakMemory
 from treadle.run.notes import Note, Notes
 from treadle.run.placement import Bundle, Places, worker_options
 from treadle.run.ray_calls import settle
@@ -24,7 +24,6 @@ from treadle.training.checkpoint import Checkpoint, find_checkpoint
 from treadle.training.parallel import Grid, ParallelSpec, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
 
-GIB = 2**30
 LOSS_SECONDS = 3.0
 """Once a rank has failed, how long the others may take to say so: the one that died is the cause."""
 
@@ -54,7 +53,7 @@ class RankActor:
         enter_worker(setup)
         self._setup, self._config = setup, setup.config
         self._notes = Notes()
-        self._peak_gib = 0.0
+        self._peak_memory = PeakMemory()
         seed_everything(setup.config.train.seed)
 
     def free_port(self, address: str) -> int:
@@ -83,14 +82,9 @@ class RankActor:
         return found
 
     def _memory(self, device: torch.device, *, speaks: bool) -> list[Metric]:
-        """The memory of this process; the one that `speaks` says what it is now."""
-        if device.type == "cuda":
-            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        else:
-            now = peak = psutil.Process().memory_info().rss
-        self._peak_gib = max(self._peak_gib, peak / GIB)
-        own = [metric("perf/memory_gib", now / GIB)] if speaks else []
-        return [*own, metric("perf/peak_memory_gib", self._peak_gib)]
+        """The most memory this process had; the one that `speaks` says what it is now, too."""
+        now, peak = self._peak_memory.metrics(device.type)
+        return [now, peak] if speaks else [peak]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from treadle.data import PromptSource
 from treadle.errors import EngineLostError
 from treadle.models.load import context_length, load_config
 from treadle.rollout.engines.base import Engine
-from treadle.rollout.engines.pool import EnginePool, OnPublish, PoolLimits
+from treadle.rollout.engines.pool import EnginePool, OnPublish
 from treadle.rollout.filters import load_filter
 from treadle.run import build
 from treadle.run.loop import Collection
@@ -21,7 +21,7 @@ from treadle.run.placement import Places, worker_options
 from treadle.run.ray_calls import ask_engine
 from treadle.run.ray_engine import EngineActor, RemoteEngine
 from treadle.run.rollouts import Generation, Rollouts
-from treadle.run.servers import is_server
+from treadle.run.servers import is_server, pool_limits
 from treadle.run.state import random_state, seed_everything, set_random_state
 from treadle.run.worker_setup import WorkerSetup, enter_worker
 from treadle.types import Group
@@ -74,10 +74,7 @@ class RolloutActor:
             except EngineLostError as error:  # the pool starts it again
                 self._notes.warn(str(error))
                 engines.append(None)
-        limits = PoolLimits(
-            cluster.health_check_interval_seconds, cluster.health_check_timeout_seconds, cluster.max_restarts
-        )
-        self._pool = EnginePool(engines, self._restart_engine, limits, self._notes.warn)
+        self._pool = EnginePool(engines, self._restart_engine, pool_limits(config), self._notes.warn)
         self._stack.push_async_callback(self._pool.close)
         context = context_length(load_config(self._setup.model_path))
         manager = build.manager_of(config, self._pool, self._codec, context)

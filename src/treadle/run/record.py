@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.config import Config
+from treadle.errors import CheckpointError
 from treadle.metrics import Metric, metric, reduce_metrics
 from treadle.observe.progress import Progress
 from treadle.observe.report import ShownSample
@@ -69,6 +71,18 @@ class Record:
                 f"max_logprob_diff = {most:g}; compare dtypes and the engine's arguments, or correct with rollout_correction"
             )
         self.out.progress.step(rollout_id, values)
+
+    async def save(self, done: int, write: Callable[[], Awaitable[None]]) -> list[Metric]:
+        """Have a checkpoint written; one that fails is warned of, and raised where no later one can make up for it."""
+        self.out.progress.phase("saving")
+        began = time.perf_counter()
+        try:
+            await write()
+        except CheckpointError as error:
+            if done >= self.schedule.num_rollout:
+                raise
+            self.out.progress.warn(f"{error}; training goes on, the next save tries again")
+        return [metric("perf/save_seconds", time.perf_counter() - began)]
 
     def _write(self, rollout_id: int, values: Mapping[str, float]) -> None:
         self.out.sink.write(rollout_id, values)

@@ -15,7 +15,7 @@ from treadle.config import Config
 from treadle.errors import EngineLostError
 from treadle.models.load import compute_dtype, context_length, load_config, name_of, pick_device
 from treadle.rollout.engines.base import Engine
-from treadle.rollout.engines.pool import EnginePool, PoolLimits
+from treadle.rollout.engines.pool import PUBLISH_TRIES, EnginePool, PoolLimits
 from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLaunch, VllmLimits, connect_vllm, start_vllm
 from treadle.weights import Offer, SentWeights
 from treadle.weights.base import WeightSender
@@ -23,8 +23,6 @@ from treadle.weights.named import TransportPlan, open_sender
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PUBLISH_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,12 @@ class ServerPlace:
 def is_server(config: Config) -> bool:
     """True where the engine is a server of its own."""
     return config.rollout.rollout_engine != "torch"
+
+
+def pool_limits(config: Config) -> PoolLimits:
+    """When an engine of the run is taken for dead, and how often it is started anew."""
+    cluster = config.cluster
+    return PoolLimits(cluster.health_check_interval_seconds, cluster.health_check_timeout_seconds, cluster.max_restarts)
 
 
 async def open_server(config: Config, place: ServerPlace, index: int) -> VllmEngine:
@@ -96,12 +100,8 @@ class LocalServers:
         sender = open_sender(_plan(config, count, place.logs), SentWeights(dict(model.named_parameters())))
         stack.callback(sender.close)
         servers = cls(config, place, sender, warn)
-        cluster = config.cluster
-        limits = PoolLimits(
-            cluster.health_check_interval_seconds, cluster.health_check_timeout_seconds, cluster.max_restarts
-        )
         engines = await asyncio.gather(*(open_server(config, place, i) for i in range(count)))
-        servers._pool = EnginePool(engines, servers._start_again, limits, warn)
+        servers._pool = EnginePool(engines, servers._start_again, pool_limits(config), warn)
         stack.push_async_callback(servers._pool.close)
         return servers
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
+from treadle.errors import EngineError
 from treadle.types import Completion, SamplingParams
 
 EnginePart = Literal["weights", "kv"]
@@ -58,3 +59,17 @@ class Engine(Protocol):
     async def close(self) -> None:
         """End the engine and free everything; requests in flight are aborted."""
         ...
+
+
+def check_request(token_ids: Sequence[int], sampling: SamplingParams, n: int, max_length: int) -> None:
+    """Raise `EngineError` for a request that no engine of this context length can serve."""
+    if not token_ids or n < 1 or sampling.max_new_tokens < 1:
+        raise EngineError(
+            "a request needs at least one token of prompt, one new token and n ≥ 1, "
+            f"got {len(token_ids)} tokens, {sampling.max_new_tokens} new and n={n}"
+        )
+    if len(token_ids) + sampling.max_new_tokens > max_length:
+        raise EngineError(
+            f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
+            f"context of {max_length}; lower --rollout-max-prompt-len or --rollout-max-response-len"
+        )

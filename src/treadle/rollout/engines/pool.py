@@ -17,6 +17,8 @@ from treadle.rollout.engines.base import Engine, EnginePart
 from treadle.types import Completion, SamplingParams, Status
 
 OnPublish = Literal["wait", "pause", "abort"]
+PUBLISH_TRIES = 3
+"""How often weights are offered where engines are lost while they take them."""
 StartEngine = Callable[[int], Awaitable[Engine]]
 """Starts engine `index` anew with the current weights; raises `EngineError` where that fails."""
 

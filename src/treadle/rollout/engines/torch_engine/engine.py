@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from treadle.chat import Codec
 from treadle.errors import EngineError
 from treadle.models.load import context_length
-from treadle.rollout.engines.base import EnginePart
+from treadle.rollout.engines.base import EnginePart, check_request
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
 from treadle.types import Completion, SamplingParams
 
@@ -79,7 +79,8 @@ class TorchEngine:
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
     ) -> AsyncIterator[Completion]:
-        self._refuse_bad_request(token_ids, sampling, n)
+        self._ensure_serving()
+        check_request(token_ids, sampling, n, self._max_length)
         request = Request(tuple(token_ids), sampling, n)
         queue: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         self._queues[request] = queue
@@ -96,23 +97,13 @@ class TorchEngine:
             del self._queues[request]
             self._left.append(request)
 
-    def _refuse_bad_request(self, token_ids: Sequence[int], sampling: SamplingParams, n: int) -> None:
+    def _ensure_serving(self) -> None:
         if self._closed:
             raise EngineError("the torch engine is closed")
         if self._failure is not None:
             raise EngineError(f"the torch engine failed earlier: {self._failure!r}") from self._failure
         if self._torn is not None:
             raise EngineError(f"the torch engine has no whole weights: {self._torn}")
-        if not token_ids or n < 1 or sampling.max_new_tokens < 1:
-            raise EngineError(
-                "a request needs at least one token of prompt, one new token and n ≥ 1, "
-                f"got {len(token_ids)} tokens, {sampling.max_new_tokens} new and n={n}"
-            )
-        if len(token_ids) + sampling.max_new_tokens > self._max_length:
-            raise EngineError(
-                f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
-                f"context of {self._max_length}; lower --rollout-max-prompt-len or --rollout-max-response-len"
-            )
 
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from treadle.errors import DeadlineError, EngineError, EngineLostError
-from treadle.rollout.engines.base import EnginePart
+from treadle.rollout.engines.base import EnginePart, check_request
 from treadle.rollout.engines.http_calls import HttpCalls, RefusedError
 from treadle.rollout.engines.server_process import ServerProcess
 from treadle.rollout.engines.vllm_engine.replies import GENERATE, completion_of, request_of
@@ -71,7 +71,8 @@ class VllmEngine:
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
     ) -> AsyncIterator[Completion]:
-        self._refuse_bad_request(token_ids, sampling, n)
+        self._ensure_serving()
+        check_request(token_ids, sampling, n, self._limits.max_length)
         tasks = {asyncio.create_task(self._sample(token_ids, sampling, i)) for i in range(n)}
         self._running |= tasks
         waiting = set(tasks)
@@ -87,21 +88,11 @@ class VllmEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._running -= tasks
 
-    def _refuse_bad_request(self, token_ids: Sequence[int], sampling: SamplingParams, n: int) -> None:
+    def _ensure_serving(self) -> None:
         if self._closed:
             raise EngineError(f"{self._calls.name} is closed")
         if self._torn is not None:
             raise EngineError(f"{self._calls.name} has no whole weights: {self._torn}")
-        if not token_ids or n < 1 or sampling.max_new_tokens < 1:
-            raise EngineError(
-                "a request needs at least one token of prompt, one new token and n ≥ 1, "
-                f"got {len(token_ids)} tokens, {sampling.max_new_tokens} new and n={n}"
-            )
-        if len(token_ids) + sampling.max_new_tokens > self._limits.max_length:
-            raise EngineError(
-                f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
-                f"context of {self._limits.max_length}; lower --rollout-max-prompt-len or --rollout-max-response-len"
-            )
 
     async def _sample(self, token_ids: Sequence[int], sampling: SamplingParams, index: int) -> Completion:
         body = request_of(token_ids, sampling, index, self._eos, seeded=self._limits.seeded)
@@ -166,10 +157,9 @@ class VllmEngine:
         async with self._gate:
             if not self._asleep:
                 return
-            if part == "weights":
-                await self._wake_weights()
-                return
             await self._wake_weights()
+            if part == "weights":
+                return
             if self._limits.sleeps:
                 await self._ask("/wake_up", params={"tags": "kv_cache"}, seconds=self._limits.weights_seconds)
             self._asleep = False
