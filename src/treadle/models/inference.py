@@ -22,6 +22,7 @@ from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttent
 from treadle.models.forward import Head, head_of, hidden_states
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
+from treadle.models.norm import rms_norm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,17 +131,13 @@ class _Linear:
 
 
 class _Norm:
-    """RMSNorm as `x · g√n / hypot(‖x‖, √(n·eps))`, in float32 inside."""
+    """RMSNorm with the weights of the module."""
 
     def __init__(self, norm: nn.Module):
-        size = norm.weight.shape[0]
-        self._gain = norm.weight.detach().float() * size**0.5
-        self._floor = torch.tensor((size * norm.variance_epsilon) ** 0.5)
+        self._weight, self._eps = norm.weight.detach(), norm.variance_epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
-        exact = x.float() if x.dtype != torch.float32 else x
-        length = torch.hypot(torch.linalg.vector_norm(exact, dim=-1, keepdim=True), self._floor)
-        return exact.div(length).mul_(self._gain).to(x.dtype)
+        return rms_norm(x, self._weight, self._eps)[0]
 
 
 @dataclass(frozen=True)

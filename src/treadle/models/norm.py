@@ -14,8 +14,16 @@ import torch
 from torch import Tensor, nn
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x · weight / √(mean(x²) + eps)` over the last axis, float32 inside, rounded once; and what x is multiplied by, [..., 1]."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+    inverse = torch.rsqrt(length.square().div_(x.shape[-1]).add_(eps))
+    return exact.mul(inverse).mul_(weight).to(x.dtype), inverse
+
+
 class FusedRMSNorm(nn.Module):
-    """`x · weight / √(mean(x²) + eps)` over the last axis, float32 inside, rounded once at the end."""
+    """`rms_norm` with its weight."""
 
     def __init__(self, weight: nn.Parameter, eps: float):
         super().__init__()
@@ -31,11 +39,9 @@ class FusedRMSNorm(nn.Module):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-        inverse = torch.rsqrt(length.square().div_(x.shape[-1]).add_(eps))
+        out, inverse = rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return exact.mul(inverse).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -80,5 +86,5 @@ def _is_rms_norm(norm: nn.Module) -> bool:
         own = probe(x)
     except (RuntimeError, TypeError):
         return False
-    ours = _RMSNorm.apply(x, probe.weight, norm.variance_epsilon)
+    ours, _ = rms_norm(x, probe.weight, norm.variance_epsilon)
     return own.shape == ours.shape and torch.allclose(own, ours, rtol=1e-5, atol=1e-5)
