@@ -130,7 +130,7 @@ class PackedAttention:
     def __init__(self, layout: PackedLayout, backend: Backend = "auto"):
         self.layout = layout
         self.backend = backend
-        self._masks: dict[int | None, tuple[Tensor, Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
         if self._choose(query.shape[1]) == "batched":
@@ -152,7 +152,7 @@ class PackedAttention:
         Prefix (P, 1, P), suffix → prefix (F, 1, 1, R, 1, P), suffix → itself (R, 1, R); the 1 before the last is for
         the heads of a key. Adding to the scores in place costs no copy and nothing in the backward pass.
         """
-        if window not in self._masks:
+        if (window, dtype) not in self._masks:
             _, _, longest, width = self.layout.shape
             device = self.layout.device
             p, r = torch.arange(longest, device=device), torch.arange(width, device=device)
@@ -166,8 +166,8 @@ class PackedAttention:
                 masks = masks[0] | (-ahead >= window), masks[1] | (back >= window), masks[2] | (-own >= window)
             hidden = masks[0][:, None], masks[1][:, None, None, :, None], masks[2][:, None]
             prefix, cross, own = (torch.zeros_like(m, dtype=dtype).masked_fill_(m, float("-inf")) for m in hidden)
-            self._masks[window] = prefix, cross, own
-        return self._masks[window]
+            self._masks[window, dtype] = prefix, cross, own
+        return self._masks[window, dtype]
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
         layout = self.layout

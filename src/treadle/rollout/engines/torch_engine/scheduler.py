@@ -73,6 +73,7 @@ class Scheduler:
     ):
         self.model = model
         self.inference = inference_model(model, fused=limits.fused)
+        self._parameters = tuple(model.parameters())  # a walk over all modules costs 1 % of a small step
         self._prepared: tuple[int, int] | None = None
         self.eos_token_ids = eos_token_ids
         self.decode_text = decode_text
@@ -125,7 +126,7 @@ class Scheduler:
 
     def _prepare(self) -> None:
         """Let the forward pass read the weights anew where they have changed, said or unsaid."""
-        now = self.version, sum(p._version for p in self.model.parameters())
+        now = self.version, sum(p._version for p in self._parameters)
         if now != self._prepared:
             self.inference.refresh()
             self._prepared = now
