@@ -5,12 +5,8 @@ import pytest
 import torch
 
 from treadle.errors import EngineError
-from treadle.weights import SentWeights, ServedWeights
+from treadle.weights import SentWeights
 from treadle.weights.broadcast import BroadcastReceiver, BroadcastSender
-
-
-def served_like(weights) -> ServedWeights:
-    return ServedWeights({name: torch.zeros_like(t) for name, t in weights.items()}, lambda version: None)
 
 
 def push(sender, receivers, version) -> list[str | None]:
@@ -39,7 +35,7 @@ def weights():
     return {"a": torch.randn(300, 10), "b": torch.ones(7, dtype=torch.bfloat16), "c": torch.tensor([1, 2, 3])}
 
 
-def test_all_engines_get_the_same_in_one_group(weights):
+def test_all_engines_get_the_same_in_one_group(weights, served_like):
     sender = BroadcastSender(SentWeights(weights), 2, bucket_bytes=1000, timeout_seconds=20.0)
     receivers = [BroadcastReceiver(served_like(weights)) for _ in range(2)]
     for version in (1, 2):
@@ -51,7 +47,7 @@ def test_all_engines_get_the_same_in_one_group(weights):
     sender.close()
 
 
-def test_if_one_engine_refuses_none_is_changed_and_the_group_goes_on(weights):
+def test_if_one_engine_refuses_none_is_changed_and_the_group_goes_on(weights, served_like):
     sender = BroadcastSender(SentWeights(weights), 2, timeout_seconds=20.0, bucket_bytes=4096)
     receivers = [BroadcastReceiver(served_like(weights)) for _ in range(2)]
     receivers[1].served.version = 5
@@ -69,7 +65,7 @@ def test_if_one_engine_refuses_none_is_changed_and_the_group_goes_on(weights):
     sender.close()
 
 
-def test_an_engine_that_never_comes_is_a_deadline_not_a_hang(weights):
+def test_an_engine_that_never_comes_is_a_deadline_not_a_hang(weights, served_like):
     sender = BroadcastSender(SentWeights(weights), 2, timeout_seconds=1.0, bucket_bytes=4096)
     receiver = BroadcastReceiver(served_like(weights))
     began = time.monotonic()
@@ -84,7 +80,7 @@ def test_an_engine_that_never_comes_is_a_deadline_not_a_hang(weights):
     sender.close()
 
 
-def test_bytes_that_differ_after_all_are_noticed(weights, monkeypatch):
+def test_bytes_that_differ_after_all_are_noticed(weights, monkeypatch, served_like):
     """One engine's copy is changed on the way, as broken memory would."""
     sender = BroadcastSender(SentWeights(weights), 1, timeout_seconds=20.0, bucket_bytes=4096)
     receiver = BroadcastReceiver(served_like(weights))

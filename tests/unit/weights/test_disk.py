@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from treadle.errors import EngineError
-from treadle.weights import SentWeights, ServedWeights, WeightSpec
+from treadle.weights import SentWeights, WeightSpec
 from treadle.weights.disk import INDEX, DiskReceiver, DiskSender, split_by_size
 from treadle.weights.disk_delta import DeltaReceiver, DeltaSender
 from treadle.weights.version_folders import list_versions, name_of
@@ -24,20 +24,6 @@ def weights():
 @pytest.fixture(params=[(DiskSender, DiskReceiver), (DeltaSender, DeltaReceiver)], ids=["disk", "disk-delta"])
 def pair(request):
     return request.param
-
-
-def served_like(weights) -> ServedWeights:
-    return ServedWeights({name: torch.zeros_like(t) for name, t in weights.items()}, lambda version: None)
-
-
-def assert_same(served: ServedWeights, weights) -> None:
-    assert served.torn is None
-    assert all(torch.equal(served.tensors[name], weight) for name, weight in weights.items())
-
-
-def change(weights) -> None:
-    weights["a"][3] += 1.5
-    weights["c"][::3] *= -2
 
 
 def test_weights_are_cut_into_shards_by_size():
@@ -57,7 +43,7 @@ def test_a_version_is_a_sharded_hugging_face_folder(weights, tmp_path):
     sender.close()
 
 
-def test_the_same_tensor_under_two_names_is_written_twice(tmp_path):
+def test_the_same_tensor_under_two_names_is_written_twice(tmp_path, served_like, assert_same):
     weight = torch.randn(5)
     sender = DiskSender(SentWeights({"head": weight, "embedding": weight}), tmp_path / "w")
     served = served_like({"head": weight, "embedding": weight})
@@ -79,7 +65,7 @@ def test_old_versions_go_and_all_go_at_the_end(pair, weights, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "remove", "manifest", "no manifest"])
-def test_a_damaged_version_changes_nothing(pair, weights, tmp_path, how):
+def test_a_damaged_version_changes_nothing(pair, weights, tmp_path, how, served_like, assert_same, change):
     sender = pair[0](SentWeights(weights), tmp_path / "w", max_shard_bytes=3000)
     served = served_like(weights)
     receiver = pair[1](served)
@@ -115,7 +101,7 @@ def test_a_damaged_version_changes_nothing(pair, weights, tmp_path, how):
     sender.close()
 
 
-def test_another_version_under_the_same_number_is_refused(pair, weights, tmp_path):
+def test_another_version_under_the_same_number_is_refused(pair, weights, tmp_path, served_like):
     sender = pair[0](SentWeights(weights), tmp_path / "w")
     offer = sender.offer(1)
     served = served_like(weights)
@@ -141,7 +127,9 @@ def test_what_a_crashed_writer_left_is_removed_by_the_next(pair, weights, tmp_pa
     sender.close()
 
 
-def test_a_full_disk_is_one_clear_line_and_the_next_push_is_whole(pair, weights, tmp_path, monkeypatch):
+def test_a_full_disk_is_one_clear_line_and_the_next_push_is_whole(
+    pair, weights, tmp_path, monkeypatch, served_like, assert_same, change
+):
     sender = pair[0](SentWeights(weights), tmp_path / "w")
     served = served_like(weights)
     receiver = pair[1](served)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from treadle.errors import EngineError
-from treadle.weights import SentWeights, ServedWeights
+from treadle.weights import SentWeights
 from treadle.weights.disk_delta import FILE, DeltaReceiver, DeltaSender
 from treadle.weights.version_folders import list_versions, name_of, read_manifest
 
@@ -28,25 +28,11 @@ def sender(weights, folder):
     assert not folder.exists()
 
 
-def served_like(weights) -> ServedWeights:
-    return ServedWeights({name: torch.zeros_like(t) for name, t in weights.items()}, lambda version: None)
-
-
-def assert_same(served: ServedWeights, weights) -> None:
-    assert served.torn is None
-    assert all(torch.equal(served.tensors[name], weight) for name, weight in weights.items())
-
-
-def change(weights) -> None:
-    weights["a"][3] += 1.5
-    weights["c"][::3] *= -2
-
-
 def kinds(folder) -> dict[int, str]:
     return {v: "full" if read_manifest(folder, v).base is None else "delta" for v in list_versions(folder)}
 
 
-def test_deltas_between_whole_snapshots(sender, weights, folder):
+def test_deltas_between_whole_snapshots(sender, weights, folder, served_like, assert_same, change):
     served = served_like(weights)
     receiver = DeltaReceiver(served)
     seen: dict[int, str] = {}
@@ -70,7 +56,7 @@ def test_only_what_changed_is_written(sender, weights, folder):
     assert (folder / name_of(3) / FILE).stat().st_size < 120
 
 
-def test_a_delta_no_smaller_than_the_whole_is_a_whole_one(sender, weights, folder):
+def test_a_delta_no_smaller_than_the_whole_is_a_whole_one(sender, weights, folder, served_like, change):
     sender.offer(1)
     for weight in weights.values():
         weight.view(torch.uint8).random_(0, 256)
@@ -84,7 +70,7 @@ def test_a_delta_no_smaller_than_the_whole_is_a_whole_one(sender, weights, folde
         assert torch.equal(served.tensors[name].view(torch.uint8), weight.view(torch.uint8))
 
 
-def test_an_engine_that_comes_late_or_missed_some_takes_the_chain(sender, weights):
+def test_an_engine_that_comes_late_or_missed_some_takes_the_chain(sender, weights, served_like, assert_same, change):
     missed, late = served_like(weights), served_like(weights)
     versions: list[int] = []
     missed._set_version = versions.append
@@ -101,7 +87,7 @@ def test_an_engine_that_comes_late_or_missed_some_takes_the_chain(sender, weight
     assert versions == [1, 4]  # never said to be at a version in between
 
 
-def test_a_wrong_base_is_refused_and_nothing_changes(sender, weights):
+def test_a_wrong_base_is_refused_and_nothing_changes(sender, weights, served_like, assert_same, change):
     served = served_like(weights)
     receiver = DeltaReceiver(served)
     receiver.receive(sender.offer(1))
@@ -121,7 +107,7 @@ def test_a_wrong_base_is_refused_and_nothing_changes(sender, weights):
     assert_same(served, weights)
 
 
-def test_a_chain_with_a_gap_is_refused(sender, weights, folder):
+def test_a_chain_with_a_gap_is_refused(sender, weights, folder, served_like, change):
     for version in (1, 2, 3):
         offer = sender.offer(version)
         change(weights)
@@ -133,7 +119,7 @@ def test_a_chain_with_a_gap_is_refused(sender, weights, folder):
     assert not served.tensors["a"].any()
 
 
-def test_a_torn_engine_starts_at_the_last_whole_snapshot(sender, weights):
+def test_a_torn_engine_starts_at_the_last_whole_snapshot(sender, weights, served_like, assert_same, change):
     served = served_like(weights)
     receiver = DeltaReceiver(served)
     receiver.receive(sender.offer(1))
@@ -154,7 +140,7 @@ def test_a_torn_engine_starts_at_the_last_whole_snapshot(sender, weights):
     assert_same(served, weights)
 
 
-def test_a_repeated_version_costs_nothing_and_writes_nothing(sender, weights, folder):
+def test_a_repeated_version_costs_nothing_and_writes_nothing(sender, weights, folder, served_like, assert_same, change):
     served = served_like(weights)
     receiver = DeltaReceiver(served)
     for version in (1, 2):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from treadle.errors import EngineError
-from treadle.weights import SentWeights, ServedWeights
+from treadle.weights import SentWeights
 from treadle.weights.shm import ShmReceiver, ShmSender, map_offer, remove_abandoned
 
 
@@ -76,9 +76,9 @@ def test_slots_are_used_again_once_readers_let_go(sender, weights, tmp_path):
     assert len({path.stat().st_ino for path in slots(tmp_path)}) == len(slots(tmp_path))
 
 
-def test_a_version_that_was_written_over_is_refused(sender, weights):
+def test_a_version_that_was_written_over_is_refused(sender, weights, served_like):
     first = sender.offer(1)
-    served = ServedWeights({name: torch.zeros_like(t) for name, t in weights.items()}, lambda version: None)
+    served = served_like(weights)
     sender.offer(2)
     sender.offer(3)
     with pytest.raises(EngineError, match="does not hold version 1 whole"):
@@ -95,7 +95,7 @@ def test_a_view_outlives_its_sender(weights, tmp_path):
 
 
 @pytest.mark.parametrize("at", [0, 30, mmap.PAGESIZE + 11, mmap.PAGESIZE + 3000 * 4 + 35])
-def test_one_wrong_byte_is_found_before_anything_changes(sender, weights, tmp_path, at):
+def test_one_wrong_byte_is_found_before_anything_changes(sender, weights, tmp_path, at, served_like):
     offer = sender.offer(1)
     (path,) = slots(tmp_path)
     with path.open("r+b") as file:
@@ -103,7 +103,7 @@ def test_one_wrong_byte_is_found_before_anything_changes(sender, weights, tmp_pa
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    served = ServedWeights({name: torch.zeros_like(t) for name, t in weights.items()}, lambda version: None)
+    served = served_like(weights)
     with pytest.raises(EngineError, match=r"does not hold version 1 whole|damaged"):
         ShmReceiver(served).receive(offer)
     assert (served.version, served.torn) == (None, None)
