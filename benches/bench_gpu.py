@@ -119,40 +119,25 @@ def bench_generate(model: Any, work: dict[str, int], peak: dict[str, float], dev
 
 
 def bench_train(model: Any, work: dict[str, int], peak: dict[str, float], device: torch.device) -> dict[str, float]:
-    import numpy as np
+    from made_up import group_of
 
     from treadle.config import batch_arithmetic, load_config
     from treadle.training.worker import Trainer
-    from treadle.types import NO_VERSION, Group, Prompt, Sample, Status
 
     flags = ["--rollout-batch-size", str(work["prompts"]), "--n-samples-per-prompt", str(work["samples"])]
     flags += ["--num-rollout", "10", "--global-batch-size", str(work["prompts"] * work["samples"])]
     flags += ["--max-tokens-per-gpu", "16384", "--device", device.type]
     config = load_config(None, flags)
     trainer = Trainer(model, config, batch_arithmetic(config), 10)
-    draw = np.random.default_rng(0)
+    draw = random.Random(0)
 
-    def sample(group: int, index: int, prompt: np.ndarray) -> Sample:
-        length = int(draw.integers(work["new"] // 2, work["new"] + 1))
-        total = len(prompt) + length
-        return Sample(
-            group_id=group,
-            index=index,
-            trajectory_id=index,
-            token_ids=np.concatenate([prompt, draw.integers(1, model.config.vocab_size, length)]).astype(np.int32),
-            loss_mask=np.arange(total) >= len(prompt),
-            rollout_logprobs=np.full(total, -1.0, np.float32),
-            weight_versions=np.full(total, NO_VERSION, np.int32),
-            temperature=1.0,
-            status=Status.COMPLETED,
-            reward=float(index % 2),
-        )
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(1, model.config.vocab_size) for _ in range(count)]
 
     groups = []
     for g in range(work["prompts"]):
-        prompt = draw.integers(1, model.config.vocab_size, work["prompt"])
-        samples = tuple(sample(g, i, prompt) for i in range(work["samples"]))
-        groups.append(Group(Prompt(group_id=g, token_ids=tuple(int(t) for t in prompt), text=""), samples))
+        responses = [tokens(draw.randint(work["new"] // 2, work["new"])) for _ in range(work["samples"])]
+        groups.append(group_of(g, tokens(work["prompt"]), responses, [float(i % 2) for i in range(work["samples"])]))
     seconds = seconds_of(lambda: trainer.train(groups), device, repeats=2)
     tokens = sum(len(s.token_ids) for group in groups for s in group.samples)
     fed = sum(len(g.prompt.token_ids) + sum(s.response_length for s in g.samples) for g in groups)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -53,38 +54,22 @@ def shown_step_seconds(folder: Path) -> float:
     """Seconds to write and show one rollout, the median of ten."""
     import statistics
 
-    import numpy as np
+    from made_up import group_of
 
     from treadle.config import load_config
     from treadle.observe.progress import Progress
     from treadle.observe.run_folder import RunFolder
     from treadle.observe.samples import write_groups
     from treadle.observe.sinks import open_sinks
-    from treadle.types import Group, Prompt, Sample, Status
+    from treadle.types import Group
 
-    draw = np.random.default_rng(0)
+    draw = random.Random(0)
 
-    def sample(group: int, index: int) -> Sample:
-        length = PROMPT + NEW
-        return Sample(
-            group_id=group,
-            index=index,
-            token_ids=draw.integers(0, 49152, length).astype(np.int32),
-            loss_mask=np.arange(length) >= PROMPT,
-            rollout_logprobs=draw.normal(size=length).astype(np.float32),
-            weight_versions=np.zeros(length, np.int32),
-            temperature=1.0,
-            status=Status.COMPLETED,
-            text="some words of an answer " * 10,
-            reward=1.0,
-        )
+    def group(group_id: int) -> Group:
+        responses = [[draw.randrange(49152) for _ in range(NEW)] for _ in range(8)]
+        return group_of(group_id, range(PROMPT), responses, [1.0] * 8, "some words of an answer " * 10)
 
-    groups = [
-        Group(
-            Prompt(group_id=g, token_ids=tuple(range(PROMPT)), text="a question"), tuple(sample(g, i) for i in range(8))
-        )
-        for g in range(SAMPLES // 8)
-    ]
+    groups = [group(g) for g in range(SAMPLES // 8)]
     run = RunFolder.create(folder, "overhead")
     config = load_config(None, ["--num-rollout", "100"])
     values = {f"train/made_up_{i}": float(i) for i in range(40)} | {

@@ -16,7 +16,6 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from sides import Answer, Side, Work, median, report, serve, take_turns
 
@@ -39,37 +38,9 @@ def rollout_of(work: Work) -> list[tuple[list[int], list[list[int]], list[float]
     return groups
 
 
-def samples_of(work: Work) -> list[Any]:
-    """The rollout as Treadle's groups."""
-    import numpy as np
-
-    from treadle.types import NO_VERSION, Group, Prompt, Sample, Status
-
-    out = []
-    for g, (prompt, responses, rewards) in enumerate(rollout_of(work)):
-        samples = []
-        for i, (response, reward) in enumerate(zip(responses, rewards, strict=True)):
-            total = len(prompt) + len(response)
-            samples.append(
-                Sample(
-                    group_id=g,
-                    index=i,
-                    trajectory_id=i,
-                    token_ids=np.array(prompt + response, dtype=np.int32),
-                    loss_mask=np.arange(total) >= len(prompt),
-                    rollout_logprobs=np.full(total, -1.0, dtype=np.float32),
-                    weight_versions=np.full(total, NO_VERSION, dtype=np.int32),
-                    temperature=1.0,
-                    status=Status.COMPLETED,
-                    reward=reward,
-                )
-            )
-        out.append(Group(Prompt(group_id=g, token_ids=tuple(prompt), text=""), tuple(samples)))
-    return out
-
-
 def treadle_side() -> Callable[[Work], Answer]:
     import torch
+    from made_up import group_of
 
     from treadle.config import batch_arithmetic, load_config
     from treadle.models.load import load_model
@@ -98,7 +69,7 @@ def treadle_side() -> Callable[[Work], Answer]:
 
     def run(work: Work) -> Answer:
         trainer = trainer_of(work["groups"])
-        groups = samples_of(work)
+        groups = [group_of(g, *parts) for g, parts in enumerate(rollout_of(work))]
         began = time.perf_counter()
         metrics = trainer.train(groups)
         answer: Answer = {"seconds": time.perf_counter() - began}
