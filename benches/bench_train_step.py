@@ -176,7 +176,7 @@ def main() -> None:
         first = {s.name: s.run({**shape, "seed": 0, "gradient": str(files[s.name])}) for s in sides}
         gradients = cosine(*files.values())
     losses = [first[side.name]["loss"] for side in sides]
-    gap = abs(losses[0] - losses[1]) / abs(losses[1])
+    gap = abs(losses[0] - losses[1]) / (abs(losses[1]) or 1.0)  # equal lengths: both are 0
     print(f"loss {losses[0]:.6f} and {losses[1]:.6f} (relative gap {gap:.2g}), gradient cosine {gradients:.6f}")
     answers = take_turns(sides, [{**shape, "seed": seed} for seed in range(1, args.repeats + 1)])
     for side in sides:

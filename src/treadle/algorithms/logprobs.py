@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-CPU_TILE = (1024, 1024)
+CPU_TILE = (2048, 1024)
 """Rows and vocabulary of a tile on a CPU: small enough for its cache, big enough for its matmul."""
 GPU_TILE = (4096, 8192)
 """The same on a GPU, where the number of kernel launches counts and 200 MB do not."""
@@ -83,6 +83,7 @@ class _Plan:
     def tile_shape(self, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
         rows, vocab = CPU_TILE if hidden.device.type == "cpu" else GPU_TILE
         rows = max(1, min(self.chunk_rows or rows, hidden.shape[0]))
+        rows = -(-hidden.shape[0] // -(-hidden.shape[0] // rows)) if hidden.shape[0] else 1  # tiles of like size
         return rows, max(1, min(self.chunk_vocab or vocab, weight.shape[0]))
 
 
@@ -255,12 +256,13 @@ def _input_gradients(
     sum_hidden = torch.zeros_like(hidden, dtype=stat_dtype) if wanted[0] else None
     grad_weight = torch.empty_like(weight) if wanted[1] else None
     grad_bias = torch.empty_like(bias) if wanted[2] and bias is not None else None
+    whole = tile[0] >= hidden.shape[0] > 0 and weight.dtype == hidden.dtype  # then there is nothing to add up
     for columns in _spans(weight.shape[0], tile[1]):
         tile_weight = weight[columns].to(hidden.dtype)
         tile_bias = None if bias is None else bias[columns]
         # A sum of its own only where the gradient's dtype is too coarse to add up in.
         sum_weight = None
-        if grad_weight is not None:
+        if grad_weight is not None and not whole:
             same = grad_weight.dtype == stat_dtype
             sum_weight = grad_weight[columns].zero_() if same else torch.zeros_like(tile_weight, dtype=stat_dtype)
         sum_bias = torch.zeros_like(tile_weight[:, 0], dtype=stat_dtype) if grad_bias is not None else None
@@ -274,7 +276,9 @@ def _input_gradients(
                 in_dtype = scratch.get("matmul", *exact.shape).copy_(exact)
             if sum_hidden is not None:
                 _add_product(sum_hidden[rows], in_dtype, tile_weight)
-            if sum_weight is not None and scaled_hidden is not None:
+            if grad_weight is not None and scaled_hidden is not None and whole:
+                torch.mm(in_dtype.t(), scaled_hidden, out=grad_weight[columns])
+            elif sum_weight is not None and scaled_hidden is not None:
                 _add_product(sum_weight, in_dtype.t(), scaled_hidden[rows])
         if grad_weight is not None and sum_weight is not None and grad_weight.dtype != stat_dtype:
             grad_weight[columns] = sum_weight

@@ -20,15 +20,13 @@ from torch import Tensor, nn
 
 from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttention
 from treadle.models.forward import Head, head_of, hidden_states
+from treadle.models.fused import FUSED_MODEL_TYPES, layer_attention, rotate, signed_halves
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
 from treadle.models.norm import rms_norm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Architectures whose layer is: norm, attention with rotary positions, norm, gated MLP with SiLU."""
 
 
 class InferenceModel(Protocol):
@@ -157,10 +155,8 @@ class _Layer:
     @classmethod
     def of(cls, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        owner = attention if hasattr(attention, "sliding_window") else attention.config  # Mistral's is the model's
-        window = owner.sliding_window if hasattr(owner, "sliding_window") else None
         return cls(
-            LayerAttention(attention.layer_idx, attention.scaling, window),
+            layer_attention(attention),
             _Norm(layer.input_layernorm),
             _Linear(attention.q_proj, attention.k_proj, attention.v_proj),
             (_Norm(attention.q_norm), _Norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
@@ -199,8 +195,7 @@ class FusedInference:
         body: Any = self.model.base_model
         x = F.embedding(token_ids, body.embed_tokens.weight)
         cos, sin = body.rotary_emb(x, position_ids=position_ids.unsqueeze(0))
-        half = cos.shape[-1] // 2
-        cos, sin = cos[0, :, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[0, :, None]
+        cos, sin = signed_halves(cos, sin)
         for layer in self._layers:
             query, key, value = self._heads_of(layer, layer.qkv(layer.norm_in(x)), cos, sin)
             attended = plan.attend(query, key, value, layer.attention)
@@ -218,15 +213,10 @@ class FusedInference:
             of_query, of_key = layer.norms
             parts = query_key.split([self._heads, self._kv_heads], dim=1)
             query_key = torch.cat([of_query(parts[0]), of_key(parts[1])], dim=1)
-        query_key = _rotate(query_key, cos, sin)
+        query_key = rotate(query_key, cos, sin)
         return query_key[:, : self._heads], query_key[:, self._heads :], value
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self._head is not None, "refresh() comes first"
         head, linear = self._head
         return head.finish(linear(hidden))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: x [N, H, E] · cos + (its halves swapped) · sin; cos and sin [N, 1, E], the first half of sin negated."""
-    return torch.roll(x, x.shape[-1] // 2, -1).mul_(sin).addcmul_(x, cos)

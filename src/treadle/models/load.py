@@ -12,6 +12,7 @@ import torch
 from treadle.errors import ModelError
 from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
+from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def load_model(
     _switch_dropout_off(model)
     if fused:
         fuse_norms(model)
+        fuse_layers(model)
     check_forward(model, FORWARD_TOLERANCE[dtype])
     return model
 
@@ -136,6 +138,7 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
     _switch_dropout_off(model)
     if fused:
         fuse_norms(model)
+        fuse_layers(model)
     return model
 
 

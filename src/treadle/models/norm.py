@@ -13,13 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treadle.models.tiles import tiles
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x · weight / √(mean(x²) + eps)` over the last axis, float32 inside, rounded once; and what x is multiplied by, [..., 1]."""
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    exact = x.to(_exact(x.dtype))
     length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
     inverse = torch.rsqrt(length.square().div_(x.shape[-1]).add_(eps))
     return exact.mul(inverse).mul_(weight).to(x.dtype), inverse
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """What a norm is computed in: float32, or more."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class FusedRMSNorm(nn.Module):
@@ -39,20 +46,27 @@ class FusedRMSNorm(nn.Module):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, inverse = rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, inverse)
-        return out
+        flat = x.reshape(-1, x.shape[-1])
+        out, inverse = torch.empty_like(flat), flat.new_empty(len(flat), 1, dtype=_exact(x.dtype))
+        for rows in tiles(len(flat), 10 * x.shape[-1], x.device):
+            out[rows], inverse[rows] = rms_norm(flat[rows], weight, eps)
+        ctx.save_for_backward(flat, weight, inverse)
+        return out.view(x.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        normed = x * inverse  # in the precision of `inverse`
-        exact = grad.to(normed.dtype, copy=True)
-        product = (exact * normed).flatten(0, -2)
-        along = (product @ weight.to(normed.dtype)).div_(x.shape[-1]).view_as(inverse)
-        grad_x = exact.mul_(weight).addcmul_(normed, along, value=-1).mul_(inverse).to(x.dtype)
-        return grad_x, product.sum(0).to(weight.dtype), None
+        flat, of_x = grad.reshape(x.shape), torch.empty_like(x)
+        exact_weight, of_weight = weight.to(inverse.dtype), torch.zeros_like(weight, dtype=inverse.dtype)
+        for rows in tiles(len(x), 16 * x.shape[-1], x.device):
+            normed = x[rows] * inverse[rows]  # in the precision of `inverse`
+            exact = flat[rows].to(normed.dtype, copy=True)
+            product = exact * normed
+            along = (product @ exact_weight).div_(x.shape[-1]).unsqueeze(-1)
+            of_x[rows] = exact.mul_(weight).addcmul_(normed, along, value=-1).mul_(inverse[rows])
+            of_weight += product.sum(0)
+        return of_x.view(grad.shape), of_weight.to(weight.dtype), None
 
 
 def fuse_norms(model: nn.Module) -> int:

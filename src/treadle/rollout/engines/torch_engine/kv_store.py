@@ -125,4 +125,5 @@ class KVStore:
 
 
 def round_up(length: int) -> int:
+    """A number of tokens there may be memory for: this many or a few more."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
