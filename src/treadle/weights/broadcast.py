@@ -30,7 +30,7 @@ from treadle.weights.flat import Piece, bucket_views, buckets
 
 NAME = "broadcast"
 READY, REFUSED = 1, 0
-ANEW, SAME = b"anew", b"same"
+ANEW, SAME = "anew", "same"
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -138,7 +138,7 @@ class BroadcastIntake:
 
     def __init__(self) -> None:
         self._meeting: _Meeting | None = None
-        self._group: _Group | None = None
+        self._entered: _Group | None = None
 
     def enter(self, offer: Offer, device: torch.device, refusal: EngineError | None = None) -> None:
         """Join the offer's group and say whether this rank is ready; nothing has moved when this returns or raises.
@@ -146,8 +146,9 @@ class BroadcastIntake:
         A rank that refuses has to come too: the others wait for it. Raises its refusal, or that another rank refused.
         """
         try:
-            self._group = self._join(offer.where, device)
-            self._group.agree(offer.version, READY if refusal is None else REFUSED)
+            group = self._join(offer.where, device)
+            group.agree(offer.version, READY if refusal is None else REFUSED)
+            self._entered = group
         except _Refusal as error:
             raise refusal or error from None
         except (RuntimeError, OSError) as error:
@@ -171,9 +172,9 @@ class BroadcastIntake:
 
         Whoever stops before the end, or an error, breaks the group: the others then fail as well.
         """
-        if self._group is None:
+        if self._entered is None:
             raise EngineError(f"the broadcast of version {offer.version} was not entered first; push it again")
-        group, total = self._group, 0
+        group, self._entered, meeting, total = self._entered, None, self._meeting, 0
         try:
             for pieces in buckets(offer.specs, int(offer.where["bucket_bytes"])):
                 buffer, views = group.bucket(pieces, offer.specs)
@@ -182,7 +183,7 @@ class BroadcastIntake:
                 yield list(zip(pieces, views, strict=True))
             group.agree(offer.version, READY, total)
         except BaseException:
-            if self._group is group:
+            if self._meeting is meeting:
                 self.leave()
             raise
 
@@ -199,7 +200,7 @@ class BroadcastIntake:
                     yield piece.name, flat.view(spec.shape)
 
     def leave(self) -> None:
-        self._group = self._meeting = None
+        self._entered = self._meeting = None
 
 
 class _Refusal(EngineError):
@@ -217,7 +218,7 @@ class _Meeting:
         """When all ranks have come: the group of the last offer, or a new one where any of them was not in it."""
         offer, receivers = f"offer-{where['number']}", int(where["receivers"])
         rank = self._arrive(offer, receivers) if receives else 0
-        if self._store.get(f"{offer}-all") == ANEW:  # waits for it as long as the store's deadline
+        if self._store.get(f"{offer}-all").decode() == ANEW:  # waits for it as long as the store's deadline
             self._group = None
             self._group = _Group(dist.PrefixStore(offer, self._store), rank, where, self._device)
         assert self._group is not None, "only who has a group can say that it stays"
@@ -243,7 +244,7 @@ class _Group:
         timeout = timedelta(seconds=float(where["timeout_seconds"]))
         backend = str(where["backend"])
         if backend == "gloo":
-            self._group: Any = dist.ProcessGroupGloo(store, rank, self._size, _gloo(str(where["host"]), timeout))
+            self._group: Any = _gloo(store, rank, self._size, str(where["host"]), timeout)
         elif backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -286,13 +287,14 @@ def _meeting_point(host: str, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def _gloo(host: str, timeout: timedelta) -> Any:
-    """Options of a gloo group; it listens where the machine's name points to unless all is on this machine."""
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
-    kind = dist.ProcessGroupGloo
-    options._devices = [kind.create_device(hostname=host) if host in LOOPBACK else kind.create_default_device()]
-    return options
+def _gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    """A gloo group; on one machine it listens on loopback alone, else where GLOO_SOCKET_IFNAME or the host's name says."""
+    kind: Any = dist.ProcessGroupGloo
+    if host not in LOOPBACK:
+        return kind(store, rank, size, timeout)
+    options = kind._Options()
+    options._timeout, options._devices = timeout, [kind.create_device(hostname=host)]
+    return kind(store, rank, size, options)
 
 
 def _add(total: int, buffer: Tensor) -> int:

@@ -87,7 +87,7 @@ def test_bytes_that_differ_after_all_are_noticed(weights, monkeypatch, served_li
     sender = BroadcastSender(SentWeights(weights), 1, timeout_seconds=20.0, bucket_bytes=4096)
     receiver = BroadcastReceiver(served_like(weights))
     assert push(sender, [receiver], 1) == [None, None]
-    group = receiver._intake._group
+    group = receiver._intake._meeting._group
     assert group is not None
     honest = group.broadcast
 
