@@ -141,18 +141,25 @@ class LocalServers:
         before the next publish, so what it then reads does no harm.
         """
         engine, offer = await open_server(self._config, self._place, index), self._offer
-        if offer is not None and offer.transport in HOLDS_EVERYTHING:
-            await engine.receive(offer)
-        elif offer is not None:
-            sender = await self._open_sender([engine])
-            try:
-                again = await asyncio.to_thread(sender.offer, offer.version)
-                receiving = engine.receive(again)
-                for error in await exchange(again.transport, receiving, lambda: asyncio.to_thread(sender.deliver)):
-                    raise error
-            finally:
-                sender.close()
+        try:
+            if offer is not None and offer.transport in HOLDS_EVERYTHING:
+                await engine.receive(offer)
+            elif offer is not None:
+                await self._send_again(engine, offer.version)
+        except BaseException:
+            await engine.close()
+            raise
         return engine
+
+    async def _send_again(self, engine: VllmEngine, version: int) -> None:
+        sender = await self._open_sender([engine])
+        try:
+            offer = await asyncio.to_thread(sender.offer, version)
+            receiving = engine.receive(offer)
+            for error in await exchange(offer.transport, receiving, lambda: asyncio.to_thread(sender.deliver)):
+                raise error
+        finally:
+            sender.close()
 
     async def _open_sender(self, engines: Sequence[VllmEngine]) -> WeightSender:
         """The trainer's end of the transport that was asked for, to these servers."""

@@ -34,10 +34,6 @@ class TransportPlan:
     backend: str = "gloo"
     timeout_seconds: float = 120.0
 
-    @property
-    def delivers_after(self) -> bool:
-        return self.name in DELIVERS_AFTER
-
 
 def open_sender(plan: TransportPlan, weights: SentWeights) -> WeightSender:
     """The trainer's end."""
