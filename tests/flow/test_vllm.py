@@ -42,11 +42,12 @@ def assert_no_server_is_left(model: Path) -> None:
         time.sleep(0.2)
 
 
-def kill_a_server(model: Path, steps_done) -> None:
-    """kill -9, once three steps are done."""
+def kill_a_server(model: Path, steps_done, at: list[int]) -> None:
+    """kill -9, once three steps are done; how many it were, into `at`."""
     deadline = time.monotonic() + 600
     while steps_done() < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
+    at.append(steps_done())
     servers = [p for p in psutil.process_iter(["cmdline"]) if str(model) in (p.info["cmdline"] or ())]
     for process in (child for server in servers for child in server.children()):
         process.kill()
@@ -76,10 +77,12 @@ def test_a_server_that_is_killed_gets_the_weights_of_a_broadcast_anew(
         return len(lines.read_text().splitlines()) if lines.exists() else 0
 
     flags = [*vllm_flags, "--weight-transport", "broadcast", "--health-check-interval-seconds", "1"]
-    killer = threading.Thread(target=kill_a_server, args=(wide_model_dir, steps_done))
+    killed_at: list[int] = []
+    killer = threading.Thread(target=kill_a_server, args=(wide_model_dir, steps_done, killed_at))
     killer.start()
     train(load_config(None, [*flags, "--runtime", runtime, "--run-dir", str(folder)]), "toy")
     killer.join()
+    assert 3 <= killed_at[0] < NUM_ROLLOUT
     assert_learned(read_rows(folder))
     assert_no_server_is_left(wide_model_dir)
 
