@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import json
+import multiprocessing
 import os
 import signal
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.http_calls import HttpCalls
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLimits, connect_vllm, start_vllm
+from treadle.run.exchange import exchange
 from treadle.types import SamplingParams
-from treadle.weights import SentWeights
+from treadle.weights import Offer, SentWeights
+from treadle.weights.broadcast import BroadcastSender
 from treadle.weights.disk import DiskSender
 from treadle.weights.shm import ShmSender
 
@@ -27,9 +35,11 @@ pytestmark = pytest.mark.engines
 CONTEXT = 256
 PROMPT = [5, 9, 30, 7, 61]
 SAMPLED = SamplingParams(24, ignore_eos=True)
+BUCKET_BYTES = 3000  # far less than most of the weights
 SENDERS = {
     "shm": lambda weights, folder: ShmSender(weights),
-    "disk": lambda weights, folder: DiskSender(weights, folder),
+    "disk": lambda weights, folder: DiskSender(weights, folder, max_shard_bytes=30_000),
+    "broadcast": lambda weights, folder: BroadcastSender(weights, 1, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0),
 }
 
 
@@ -68,41 +78,49 @@ async def assert_serves(engine, model, version) -> None:
         assert set(completion.weight_versions.tolist()) == {version}
 
 
-async def push_and_compare(engine, model, sender_of, folder) -> None:
+async def push(engine, sender, version) -> None:
+    """Both ends; raises what the engine says, or else the sender."""
+    offer = sender.offer(version)
+    for error in await exchange(offer.transport, engine.receive(offer), partial(asyncio.to_thread, sender.deliver)):
+        raise error
+
+
+async def push_and_compare(engine, model, sender_of, folder, base=0) -> None:
     """New weights, the same version again, a push that is refused, one more; requests are in flight all the time."""
     sender = sender_of(sent(model), folder / "weights")
     try:
-        for version in (1, 1, 2, 5):
+        for version in (base + 1, base + 1, base + 2, base + 5):
             flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
             await asyncio.sleep(0.3)
             if version != engine.version:
                 change(model)
-            await engine.receive(sender.offer(version))
+            await push(engine, sender, version)
             await assert_serves(engine, model, version)
             for completion in await flying:
                 first_new = int((completion.weight_versions < version).sum())
                 assert gap(model, completion, first_new) < 1e-4
-            await refused(engine, model, folder, version + 1)
+            await refused(engine, model, sender_of, folder, version + 1)
             await assert_serves(engine, model, version)
     finally:
         sender.close()
 
 
-async def refused(engine, model, folder, version) -> None:
-    """A weight too few, one of another shape, and a file that is gone: the old weights stay whole."""
+async def refused(engine, model, sender_of, folder, version) -> None:
+    """A weight too few, one of another shape, and a trainer that is gone: the old weights stay whole."""
     names = dict(model.named_parameters())
     lacking = {name: weight for name, weight in names.items() if "layers.1.mlp.up" not in name}
     bent = {name: weight[:-1] if name.endswith("q_proj.weight") else weight for name, weight in names.items()}
-    for weights, message in ((lacking, "up_proj.*not sent"), (bent, "q_proj.*is sent, the engine has")):
-        sender = ShmSender(SentWeights(weights))
+    for i, (weights, message) in enumerate(((lacking, "up_proj.*not sent"), (bent, "q_proj.*is sent, the engine has"))):
+        sender = sender_of(SentWeights(weights), folder / f"refused-{version}-{i}")
         with pytest.raises(EngineError, match=message):
-            await engine.receive(sender.offer(version))
+            await push(engine, sender, version)
         sender.close()
-    sender = ShmSender(sent(model))
+    sender = sender_of(sent(model), folder / f"gone-{version}")
     offer = sender.offer(version)
     sender.close()
-    with pytest.raises(EngineError, match="is the trainer gone"):
-        await engine.receive(offer)
+    quick = replace(offer, where={**offer.where, "timeout_seconds": 2.0})
+    with pytest.raises(EngineError, match=r"is the trainer gone|can't be read|has no version|refused|timed out"):
+        await engine.receive(quick)
     await engine.health()
 
 
@@ -110,25 +128,118 @@ def run(main, seconds=240.0):
     return asyncio.run(asyncio.wait_for(main, seconds))
 
 
+@pytest.fixture
+def with_shared(vllm_address, wide_model_dir):
+    """`with_shared(use)`: run `use(engine, model)` on the server of all tests, whose first weights then come back."""
+
+    def run_it(use):
+        async def main():
+            model = load(wide_model_dir)
+            engine = VllmEngine(HttpCalls.to(vllm_address, "vllm"), {0}, VllmLimits(CONTEXT))
+            await engine.set_version(0)
+            try:
+                await use(engine, model)
+            finally:
+                await engine.close()
+                after = VllmEngine(HttpCalls.to(vllm_address, "vllm"), {0}, VllmLimits(CONTEXT))
+                sender = ShmSender(sent(load(wide_model_dir)))
+                await after.receive(sender.offer(0))
+                sender.close()
+                await after.close()
+
+        run(main())
+
+    return run_it
+
+
 @pytest.mark.parametrize("kind", SENDERS)
-def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, vllm_address, wide_model_dir, tmp_path):
+def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, with_shared, tmp_path):
     """With a head tied to the embeddings, which a CPU server packs a copy of."""
+    with_shared(lambda engine, model: push_and_compare(engine, model, SENDERS[kind], tmp_path))
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """`trainer(do, **fields)`: ask a trainer in a process of its own; what it answers, None where it dies instead."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    context = multiprocessing.get_context("spawn")
+    channel, theirs = context.Pipe()
+    process = context.Process(target=importlib.import_module("weight_trainer").serve, args=(theirs,))
+    process.start()
+    theirs.close()
+
+    def ask(do, **fields):
+        channel.send_bytes(json.dumps({"do": do, **fields}).encode())
+        try:
+            assert channel.poll(60), "no answer"
+            return json.loads(channel.recv_bytes())
+        except EOFError:
+            return None
+
+    yield ask
+    process.kill()
+    process.join(20)
+    channel.close()
+
+
+def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(trainer, with_shared, tmp_path):
+    """SIGKILL when the queries of a layer are out and its values are not; the next whole push makes it serve again."""
+    file = tmp_path / "weights.safetensors"
+
+    async def use(engine, model):
+        change(model)
+        save_file({name: weight.detach().clone() for name, weight in model.named_parameters()}, file)
+        given = {"kind": "broadcast", "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
+        assert trainer("start", **given) is None
+        assert trainer("die_at", name="model.layers.1.self_attn.v_proj.weight") is None
+        offer = Offer.from_json(trainer("offer", version=1))
+        flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
+        await asyncio.sleep(0.3)
+        died, caught = await asyncio.gather(
+            asyncio.to_thread(trainer, "deliver"), engine.receive(offer), return_exceptions=True
+        )
+        assert died is None
+        assert isinstance(caught, EngineError)
+        assert "\n" not in str(caught)
+        assert {completion.stop_reason for completion in await flying} == {"abort"}
+        for refused in (generate(engine), engine.health()):
+            with pytest.raises(EngineError, match=r"no whole weights.*version 1"):
+                await refused
+        change(model)
+        sender = SENDERS["broadcast"](sent(model), tmp_path)
+        try:
+            for version in (2, 3):
+                await push(engine, sender, version)
+                await assert_serves(engine, model, version)
+                change(model)
+        finally:
+            sender.close()
+
+    with_shared(use)
+
+
+def test_every_worker_of_a_divided_server_receives(launch_vllm, make_wide_model, monkeypatch):
+    """Tensor parallel over two workers: two ranks of one broadcast, each of which keeps its part."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each worker wants a NUMA node of its own
+    folder = make_wide_model(tied=False, num_key_value_heads=2)
+    launch = launch_vllm(folder)
+    launch = replace(launch, gpus=2, arguments={**launch.arguments, "distributed-executor-backend": "mp"})
 
     async def main():
-        model = load(wide_model_dir)
-        engine = VllmEngine(HttpCalls.to(vllm_address, "vllm"), {0}, VllmLimits(CONTEXT))
-        await engine.set_version(0)
+        model = load(folder)
+        engine = await start_vllm(launch, {0}, VllmLimits(CONTEXT))
         try:
-            await push_and_compare(engine, model, SENDERS[kind], tmp_path)
+            assert await engine.num_workers() == 2
+            sender = BroadcastSender(sent(model), 2, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0)
+            for version in (1, 2):
+                change(model)
+                await push(engine, sender, version)
+                await assert_serves(engine, model, version)
+            sender.close()
         finally:
             await engine.close()
-        after = VllmEngine(HttpCalls.to(vllm_address, "vllm"), {0}, VllmLimits(CONTEXT))
-        sender = ShmSender(sent(load(wide_model_dir)))
-        await after.receive(sender.offer(0))  # as the other tests want it
-        sender.close()
-        await after.close()
 
-    run(main())
+    run(main(), 600)
 
 
 def test_a_server_of_somebody_else_is_reached_and_left_running(vllm_address):
@@ -154,10 +265,11 @@ def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
         first = await start_vllm(launch, {0}, limits, "engine 0")
         await first.set_version(0)
         await assert_serves(first, model, 0)
-        await push_and_compare(first, model, SENDERS["shm"], tmp_path)
+        for i, (kind, sender_of) in enumerate(SENDERS.items()):
+            await push_and_compare(first, model, sender_of, tmp_path / kind, 10 * i)
 
         sender = ShmSender(sent(model))
-        offer = sender.offer(6)
+        offer = sender.offer(60)
         await first.receive(offer)
 
         async def again(index):
@@ -168,16 +280,17 @@ def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
         pool = EnginePool([first], again, PoolLimits(1.0, 25.0, 2), notes.append)
         flying = [asyncio.create_task(generate(pool, SamplingParams(200, ignore_eos=True), 2)) for _ in range(3)]
         await asyncio.sleep(0.3)
-        (server,) = psutil.Process(first.process.process.pid).children()
+        of_guard = psutil.Process(first.process.process.pid).children()  # the guard's own watcher is another one
+        (server,) = (p for p in of_guard if not any("process_guard" in word for word in p.cmdline()))
         server.kill()
         for completions in await asyncio.gather(*flying):
             assert sorted(c.index for c in completions) == [0, 1]
             for completion in completions:
                 assert len(completion.token_ids) == 200
                 assert gap(model, completion) < 1e-4
-                assert set(completion.weight_versions.tolist()) == {6}
+                assert set(completion.weight_versions.tolist()) == {60}
         assert any("engine 0 is lost" in note for note in notes)
-        assert any("back with the weights of version 6" in note for note in notes)
+        assert any("back with the weights of version 60" in note for note in notes)
         await pool_hangs(pool)
         await pool.close()
         sender.close()

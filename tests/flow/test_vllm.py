@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -41,16 +42,55 @@ def assert_no_server_is_left(model: Path) -> None:
         time.sleep(0.2)
 
 
-def test_a_run_in_one_process_learns(vllm_flags, wide_model_dir, read_rows, tmp_path):
+def kill_a_server(model: Path, steps_done, at: list[int]) -> None:
+    """kill -9, once three steps are done; how many it were, into `at`."""
+    deadline = time.monotonic() + 600
+    while steps_done() < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    at.append(steps_done())
+    servers = [p for p in psutil.process_iter(["cmdline"]) if str(model) in (p.info["cmdline"] or ())]
+    for process in (child for server in servers for child in server.children()):
+        process.kill()
+
+
+@pytest.mark.parametrize("transport", ["auto", "broadcast"])
+def test_a_run_in_one_process_learns(vllm_flags, wide_model_dir, read_rows, tmp_path, transport):
     folder = tmp_path / "run"
-    train(load_config(None, [*vllm_flags, "--run-dir", str(folder)]), "toy")
+    flags = [*vllm_flags, "--weight-transport", transport]
+    train(load_config(None, [*flags, "--run-dir", str(folder)]), "toy")
     assert_learned(read_rows(folder))
     assert_no_server_is_left(wide_model_dir)
     assert (folder / "engines" / "vllm-0.log").is_file()
 
 
-def test_a_run_over_ray_learns(vllm_flags, wide_model_dir, ray_here, read_rows, tmp_path: Path):
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_server_that_is_killed_gets_the_weights_of_a_broadcast_anew(
+    vllm_flags, wide_model_dir, request, read_rows, tmp_path, runtime
+):
+    """They are in no file that the new server could read, and it never generates with those it was started with."""
+    if runtime == "ray":
+        request.getfixturevalue("ray_here")
     folder = tmp_path / "run"
-    train(load_config(None, [*vllm_flags, "--runtime", "ray", "--run-dir", str(folder)]), "toy")
+    lines = folder / "metrics.jsonl"
+
+    def steps_done() -> int:
+        return len(lines.read_text().splitlines()) if lines.exists() else 0
+
+    flags = [*vllm_flags, "--weight-transport", "broadcast", "--health-check-interval-seconds", "1"]
+    killed_at: list[int] = []
+    killer = threading.Thread(target=kill_a_server, args=(wide_model_dir, steps_done, killed_at))
+    killer.start()
+    train(load_config(None, [*flags, "--runtime", runtime, "--run-dir", str(folder)]), "toy")
+    killer.join()
+    assert 3 <= killed_at[0] < NUM_ROLLOUT
+    assert_learned(read_rows(folder))
+    assert_no_server_is_left(wide_model_dir)
+
+
+@pytest.mark.parametrize("transport", ["auto", "broadcast"])
+def test_a_run_over_ray_learns(vllm_flags, wide_model_dir, ray_here, read_rows, tmp_path: Path, transport):
+    folder = tmp_path / "run"
+    flags = [*vllm_flags, "--weight-transport", transport]
+    train(load_config(None, [*flags, "--runtime", "ray", "--run-dir", str(folder)]), "toy")
     assert_learned(read_rows(folder))
     assert_no_server_is_left(wide_model_dir)

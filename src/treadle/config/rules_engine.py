@@ -52,9 +52,10 @@ def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
 
 def servers_receive_by_their_transports(config: Config) -> Iterator[Finding]:
     transport = config.cluster.weight_transport
-    if config.rollout.rollout_engine == "vllm" and transport in ("broadcast", "disk-delta"):
+    if config.rollout.rollout_engine == "vllm" and transport == "disk-delta":
         yield fault(
-            f"weight_transport = {transport} does not reach a vLLM server; take shm (one machine) or disk (a shared folder)"
+            f"weight_transport = {transport} does not reach a vLLM server; take shm (one machine), broadcast (a network) "
+            "or disk (a shared folder)"
         )
 
 

@@ -44,16 +44,18 @@ class EngineActor:
         assert self._engine is not None, "start first"
         return self._engine
 
-    async def start(self) -> None:
-        """Load the model; it generates only after its first weights."""
+    async def start(self) -> int:
+        """Load the model; it generates only after its first weights. How many processes of it receive them."""
         config = self._setup.config
         codec = await asyncio.to_thread(load_codec, self._setup.model_path)
         if is_server(config):
             logs = Path(tempfile.mkdtemp(prefix="treadle-engine-"))
-            self._engine = await open_server(config, ServerPlace(self._setup.model_path, codec, logs), self._index)
-            return
+            place = ServerPlace(self._setup.model_path, codec, logs)
+            server = self._engine = await open_server(config, place, self._index)
+            return await server.num_workers()
         model = await self._compute.run(build.load_policy, config, self._setup.model_path, trainable=False)
         self._engine = build.open_torch_engine(config, model, codec, self._compute)
+        return 1
 
     async def generate(self, token_ids: tuple[int, ...], sampling: SamplingParams, n: int) -> list[Completion]:
         return [completion async for completion in self.engine.generate(token_ids, sampling, n)]

@@ -36,6 +36,11 @@ def test_a_plain_run_with_vllm_has_no_findings(findings):
     )
 
 
+@pytest.mark.parametrize("transport", ["auto", "shm", "disk", "broadcast", "cuda_ipc"])
+def test_a_server_takes_weights_by_most_transports(findings, transport):
+    assert findings(**VLLM, weight_transport=transport) == ""
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -43,7 +48,7 @@ def test_a_plain_run_with_vllm_has_no_findings(findings):
         ({"vllm": {"x": "1"}}, "vllm does nothing with rollout_engine = torch"),
         ({"rollout_external_engine_addrs": ("a:1",)}, "rollout_external_engine_addrs does nothing"),
         ({**VLLM, "vllm": {"max-num-seqs": "3"}}, "--vllm-max-num-seqs is not yours to give"),
-        ({**VLLM, "weight_transport": "broadcast"}, "weight_transport = broadcast does not reach a vLLM server"),
+        ({**VLLM, "weight_transport": "disk-delta"}, "weight_transport = disk-delta does not reach a vLLM server"),
         ({**VLLM, "rollout_external_engine_addrs": ("a:1", "a:1")}, "names a server twice"),
         (
             {**VLLM, "rollout_external_engine_addrs": ("a:1",), "vllm": {"x": True}},

@@ -66,6 +66,14 @@ class VllmEngine:
         await self._ask("/update_weight_version", {"new_version": str(version)})
         self._version = version
 
+    async def num_workers(self) -> int:
+        """Processes that the server divides its model among; each of them receives weights."""
+        reply = await self._ask("/get_world_size", method="GET")
+        try:
+            return int((reply or {})["world_size"])  # type: ignore[call-overload]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{self._calls.name} does not say how many workers it has: {reply}") from error
+
     # Generation
 
     async def generate(
