@@ -159,8 +159,8 @@ class RankGroup:
         return list(dict(zip(self._data_ranks, refs, strict=True)).values())
 
     def calls(self, what: str, refs: Sequence[Any]) -> list[Call]:
-        """The ranks' calls with a name each."""
-        return [Call(f"{name}: {what}", ref) for name, ref in zip(self.names, refs, strict=True)]
+        """The calls of the ranks, or of the first ones, with a name each."""
+        return [Call(f"{name}: {what}", ref) for name, ref in zip(self.names, refs, strict=False)]
 
     @property
     def names(self) -> list[str]:
