@@ -308,4 +308,8 @@ def test_one_step_off(run_ray: Callable[..., Path], read_rows: Callable[[Path], 
 
 @long
 def test_taking_turns_on_the_same_devices(run_ray: Callable[..., Path], local_run: Path) -> None:
-    assert weights(run_ray("turns", "--colocate", "--save-interval", "4")) == weights(local_run)
+    folder = run_ray("turns", "--colocate", "--save-interval", "4")
+    assert weights(folder) == weights(local_run)
+    turns = json.loads((folder / "summary.json").read_text())["turn_memory_gib"]
+    assert turns.keys() == {"train", "engine"}
+    assert all(0.1 < gib < 10 for both in turns.values() for gib in both)  # on a CPU: of the whole process

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,18 +178,30 @@ def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
+def addresses(processes: Sequence[psutil.Process]) -> set[str]:
+    """What they listen on."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return found
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_saves_and_leaves_no_process(
     ray_here: Any, toy_flags: list[str], tmp_path: Path, signum: signal.Signals
 ) -> None:
+    """Two train workers, one engine and a Ray of their own, all of which listen on loopback only."""
     folder = tmp_path / "run"
-    process = start(toy_flags, folder, "--num-rollout", "1000", "--ray-num-cpus", "4", "--save-interval", "1000")
+    numbers = ("--ray-num-cpus", "4", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1")
+    process = start(toy_flags, folder, "--num-rollout", "1000", "--save-interval", "1000", *numbers)
     deadline = time.monotonic() + RUN_SECONDS
     while len(rows_of(folder)) < 2:
         assert time.monotonic() < deadline
         assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.05)
     below = psutil.Process(process.pid).children(recursive=True)
+    assert {ipaddress.ip_address(address).is_loopback for address in addresses(below)} == {True}
     process.send_signal(signum)
     output, _ = process.communicate(timeout=RUN_SECONDS)
     assert process.returncode == (143 if signum == signal.SIGTERM else 130), output.decode()
