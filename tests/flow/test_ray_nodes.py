@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -118,6 +119,9 @@ class Sleeper(RankActor):
     def pid(self) -> int:
         return os.getpid()
 
+    def thread(self) -> int:
+        return threading.get_ident()
+
     def sleep_for(self, seconds: float) -> str:
         time.sleep(seconds)
         return "slept"
@@ -138,6 +142,15 @@ def watch(actor: Any, work: Coroutine[Any, Any, Any], silence_seconds: float = 6
 def test_a_worker_gives_signs_of_life_while_it_works(sleeper: Any) -> None:
     work = settle(sleeper.sleep_for.remote(3.0), "a nap", 60.0)
     assert watch(sleeper, work, 1.5) == "slept"
+
+
+def test_what_a_rank_computes_is_done_by_one_thread(ray_here: Any, sleeper: Any) -> None:
+    """A GPU is chosen for a thread, and OpenMP has a team for each."""
+    (group,) = SIGNS
+    own = [sleeper.thread.remote() for _ in range(3)]
+    other = sleeper.thread.options(concurrency_group=group).remote()
+    assert len({*ray_here.get(own, timeout=60)}) == 1
+    assert ray_here.get(other, timeout=60) not in ray_here.get(own, timeout=60)
 
 
 def test_a_worker_that_nobody_waits_for_is_missed_when_it_dies(ray_here: Any, sleeper: Any) -> None:

@@ -16,6 +16,7 @@ from treadle.rollout.engines.base import EnginePart
 from treadle.rollout.engines.torch_engine import TorchEngine
 from treadle.rollout.engines.vllm_engine import VllmEngine
 from treadle.run import build
+from treadle.run.compute import ComputeThread
 from treadle.run.memory import PeakMemory
 from treadle.run.ray_calls import ask_engine
 from treadle.run.servers import ServerPlace, is_server, open_server
@@ -37,6 +38,7 @@ class EngineActor:
         self._served: ServedWeights | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self._host, self._memory = HostCopies(), PeakMemory()
+        self._compute = ComputeThread()
 
     @property
     def engine(self) -> TorchEngine | VllmEngine:
@@ -46,17 +48,13 @@ class EngineActor:
     async def start(self) -> None:
         """Load the model; it generates only after its first weights."""
         config = self._setup.config
+        codec = await asyncio.to_thread(load_codec, self._setup.model_path)
         if is_server(config):
-            codec = await asyncio.to_thread(load_codec, self._setup.model_path)
             logs = Path(tempfile.mkdtemp(prefix="treadle-engine-"))
             self._engine = await open_server(config, ServerPlace(self._setup.model_path, codec, logs), self._index)
             return
-
-        def load() -> TorchEngine:
-            model = build.load_policy(config, self._setup.model_path, trainable=False)
-            return build.open_torch_engine(config, model, load_codec(self._setup.model_path))
-
-        self._engine = await asyncio.to_thread(load)
+        model = await self._compute.run(build.load_policy, config, self._setup.model_path, trainable=False)
+        self._engine = build.open_torch_engine(config, model, codec, self._compute)
 
     async def generate(self, token_ids: tuple[int, ...], sampling: SamplingParams, n: int) -> list[Completion]:
         return [completion async for completion in self.engine.generate(token_ids, sampling, n)]
@@ -101,7 +99,7 @@ class EngineActor:
             return None
         most = self._memory.turn(engine.model.device.type)
         await engine.sleep()
-        await asyncio.to_thread(self._host.sleep, [*engine.model.parameters(), *engine.model.buffers()])
+        await self._compute.run(self._host.sleep, [*engine.model.parameters(), *engine.model.buffers()])
         self._memory.turn(engine.model.device.type)
         return most
 
@@ -110,7 +108,7 @@ class EngineActor:
         engine, most = self.engine, None
         if part == "weights" and not isinstance(engine, VllmEngine):
             most = self._memory.turn(engine.model.device.type)
-            await asyncio.to_thread(self._host.wake)
+            await self._compute.run(self._host.wake)
         await engine.wake(part)
         return most
 
