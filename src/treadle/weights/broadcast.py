@@ -25,6 +25,7 @@ from treadle.weights.base import Offer
 from treadle.weights.copying import copy_pairs
 from treadle.weights.ends import SentWeights, ServedWeights
 from treadle.weights.flat import bucket_views, buckets
+from treadle.weights.meeting import open_meeting
 
 NAME = "broadcast"
 READY, REFUSED = 1, 0
@@ -57,7 +58,7 @@ class BroadcastSender:
         self._weights.take(version)
         if self._store is None:
             timeout = timedelta(seconds=self._timeout_seconds)
-            self._store = dist.TCPStore(self._host, 0, None, True, timeout, wait_for_workers=False)
+            self._store = open_meeting(self._host, 0, timeout)
             self._meeting = {
                 "group": uuid.uuid4().hex,
                 "host": self._host,
