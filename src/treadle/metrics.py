@@ -149,6 +149,10 @@ METRICS: tuple[MetricSpec, ...] = (
     _m("perf/eval_seconds", "sum", "Wall time of evaluation.", "s"),
     _m("perf/memory_gib", "last", "Resident memory of the process (device memory on a GPU).", "GiB"),
     _m("perf/peak_memory_gib", "max", "Highest such number so far.", "GiB"),
+    _m("perf/train_awake_gib", "max", "Most memory of a train worker in the turn before (with colocate).", "GiB"),
+    _m("perf/train_asleep_gib", "max", "Most memory of one while it slept.", "GiB"),
+    _m("perf/engine_awake_gib", "max", "Most memory of an engine in its turn (with colocate).", "GiB"),
+    _m("perf/engine_asleep_gib", "max", "Most memory of one while it slept.", "GiB"),
     _m("eval/<set>/accuracy", "mean", "Mean reward of the evaluation set."),
     _m(
         "eval/<set>/pass_at_<k>",

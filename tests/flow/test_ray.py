@@ -1,7 +1,8 @@
 """Whole tiny runs over Ray workers: the same numbers as in one process, many engines, lost workers, resume.
 
-A lost worker is a real process that is killed, at every phase of the loop; what is counted are prompts, by the
-samples of each rollout, and what is compared are the weights in the end.
+A lost worker is a real process that is killed or stopped, at every phase of the loop; what is counted are prompts, by the
+samples of each rollout, and what is compared are the weights in the end. The first tests cover most and are quick; the
+others are `long`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from treadle.errors import WorkerLostError
 from treadle.run.start import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+long = pytest.mark.long
 
 RUN_SECONDS = 300.0
 NUM_ROLLOUT = 4
@@ -37,6 +40,10 @@ EXACT = (
     "train/lr",
 )
 """Not the engines' logprobs: prompts reach a remote engine one by one, so other rows share a matmul (1e-7 apart)."""
+TWO_TRAIN = ("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--save-interval", "1")
+
+Find = Callable[..., list[int]]
+Meanwhile = Callable[[threading.Event], None]
 
 
 @pytest.fixture
@@ -46,7 +53,7 @@ def run_ray(ray_here: Any, toy_flags: list[str], tmp_path: Path) -> Callable[...
     `meanwhile` is called in a thread, with an event that is set when the run is over.
     """
 
-    def run(name: str, *flags: str, meanwhile: Callable[[threading.Event], None] | None = None) -> Path:
+    def run(name: str, *flags: str, meanwhile: Meanwhile | None = None) -> Path:
         folder = tmp_path / name
         words = [*toy_flags, "--runtime", "ray", "--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(folder)]
         words += STEPS
@@ -76,17 +83,12 @@ def run_ray(ray_here: Any, toy_flags: list[str], tmp_path: Path) -> Callable[...
     return run
 
 
-@pytest.fixture
-def local_run(toy_flags: list[str], tmp_path: Path) -> Path:
-    """Folder of the same run in one process, undisturbed."""
-    folder = tmp_path / "local"
-    train(
-        load_config(
-            None,
-            [*toy_flags, *STEPS, "--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(folder), "--save-interval", "1"],
-        ),
-        "toy",
-    )
+@pytest.fixture(scope="module")
+def local_run(toy_task: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the same run in one process, undisturbed. Read only."""
+    folder = tmp_path_factory.mktemp("local") / "run"
+    words = ["--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(folder), "--save-interval", "1"]
+    train(load_config(None, [*toy_task, *STEPS, *words]), "toy")
     return folder
 
 
@@ -107,127 +109,204 @@ def assert_close_weights(folder: Path, other: Path) -> None:
         torch.testing.assert_close(tensor, two[name], rtol=0, atol=2e-5, msg=name)
 
 
-def drawn(folder: Path) -> list[list[int]]:
-    """Group ids of each rollout's samples, in order."""
+def assert_every_prompt_once(folder: Path) -> None:
+    """Each rollout has the groups of its own turn, in order, and none else."""
     files = sorted((folder / "samples").glob("rollout_*.jsonl"))
-    assert len(files) == NUM_ROLLOUT
-    out = []
+    drawn = []
     for file in files:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        out.append(list(dict.fromkeys(row["group_id"] for row in rows if "group_id" in row)))
-    return out
+        drawn.append(list(dict.fromkeys(row["group_id"] for row in rows if "group_id" in row)))
+    assert drawn == [list(range(4 * i, 4 * i + 4)) for i in range(NUM_ROLLOUT)]
 
 
-def every_prompt_once() -> list[list[int]]:
-    return [list(range(4 * i, 4 * i + 4)) for i in range(NUM_ROLLOUT)]
+@dataclass(frozen=True)
+class Blow:
+    """A signal to a worker that runs a method (to any, where none is named) once so many rollouts are saved; `during`
+    is what another worker does at that time."""
+
+    actor: str
+    method: str = ""
+    saved: int = 0
+    signum: int = signal.SIGKILL
+    during: tuple[str, str] | None = None
 
 
-def kill_when(find: Callable[[], list[Any]], signum: int = signal.SIGKILL) -> Callable[[threading.Event], None]:
-    """Send the signal to the first process that `find` gives, as soon as it gives one."""
+def strikes(find: Find, folder: Path, *blows: Blow) -> Meanwhile:
+    """Deal the blows one after the other, each to the last process found: to the last rank, where there are several."""
 
-    def wait_and_kill(over: threading.Event) -> None:
-        while not over.is_set():
-            found = find()
-            if found:
-                os.kill(found[0].pid, signum)
-                return
-            time.sleep(0.002)
-        raise AssertionError("nothing was found to kill")
+    def is_saved(count: int) -> bool:
+        return count == 0 or (folder / "checkpoints" / f"rollout_{count:06d}" / "manifest.json").is_file()
 
-    return wait_and_kill
+    def targets(blow: Blow) -> set[int]:
+        if not is_saved(blow.saved) or (blow.during is not None and not find(*blow.during)):
+            return set()
+        return set(find(blow.actor, blow.method))
+
+    def strike(over: threading.Event) -> None:
+        hit: set[int] = set()
+        for blow in blows:
+            while not (found := targets(blow) - hit):
+                assert not over.is_set(), f"the run ended before {blow}"
+                time.sleep(0.001)
+            os.kill(max(found), blow.signum)
+            hit.add(max(found))
+
+    return strike
 
 
-def test_one_worker_and_one_engine_do_what_one_process_does(
-    run_ray: Callable[..., Path], local_run: Path, read_rows: Callable[[Path], list[dict]]
+def test_a_killed_engine_costs_nothing_and_all_is_as_in_one_process(
+    run_ray: Callable[..., Path], local_run: Path, find_workers: Find, read_rows: Callable[[Path], list[dict]], tmp_path
 ) -> None:
-    folder = run_ray("ray", "--save-interval", "1")
+    kill = strikes(find_workers, tmp_path / "ray", Blow("EngineActor", "generate"))
+    folder = run_ray("ray", "--rollout-num-gpus", "2", "--save-interval", "1", meanwhile=kill)
     local, ray = read_rows(local_run), read_rows(folder)
     assert [[row[name] for name in EXACT] for row in ray] == [[row[name] for name in EXACT] for row in local]
     assert weights(folder) == weights(local_run)
-    assert drawn(folder) == drawn(local_run) == every_prompt_once()
+    assert_every_prompt_once(local_run)
+    assert_every_prompt_once(folder)
     assert [row["rollout/weight_lag_max"] for row in ray] == [0] * NUM_ROLLOUT
 
 
+def test_two_train_workers_end_where_one_does_and_one_that_is_killed_is_resumed(
+    run_ray: Callable[..., Path], local_run: Path, find_workers: Find, tmp_path: Path, capfd: Any
+) -> None:
+    kill = strikes(find_workers, tmp_path / "two", Blow("TrainActor", "train", saved=2))
+    folder = run_ray("two", *TWO_TRAIN, meanwhile=kill)
+    assert "training of rollout 2: its worker died (pid " in (said := capfd.readouterr().err)
+    assert "restart 1 of 3, from rollout 2" in said
+    assert_every_prompt_once(folder)
+    assert_close_weights(folder, local_run)
+
+
+def test_trainer_and_engine_on_two_nodes(
+    ray_here: Any, run_ray: Callable[..., Path], local_run: Path, find_workers: Find
+) -> None:
+    """One CPU is left on each node; weights are broadcast."""
+    from ray.util import placement_group, remove_placement_group
+
+    rest = placement_group([{"CPU": 7, "node:__internal_head__": 0.001}])
+    ray_here.get(rest.ready(), timeout=60)
+    nodes: set[str] = set()
+
+    def look(over: threading.Event) -> None:
+        """The nodes of train worker and engine, by the raylet that is their parent."""
+        import psutil
+
+        while not over.wait(0.1):
+            for pid in (*find_workers("TrainActor"), *find_workers("EngineActor")):
+                nodes.add(str(psutil.Process(pid).ppid()))
+
+    try:
+        folder = run_ray("nodes", "--save-interval", "4", meanwhile=look)
+    finally:
+        remove_placement_group(rest)
+    assert len(nodes) == 2
+    assert_every_prompt_once(folder)
+    assert weights(folder) == weights(local_run)
+
+
+# What a quick look can leave out
+
+
+@long
 @pytest.mark.parametrize("transport", ["shm", "disk", "disk-delta", "broadcast"])
 def test_several_engines_by_every_transport(run_ray: Callable[..., Path], local_run: Path, transport: str) -> None:
     flags = ("--rollout-num-gpus", "2", "--weight-transport", transport, "--save-interval", "4")
     assert weights(run_ray(transport, *flags)) == weights(local_run)
 
 
+@long
 @pytest.mark.parametrize(
-    ("method", "transport"), [("generate", "auto"), ("receive", "auto"), ("", "auto"), ("generate", "broadcast")]
+    ("blow", "transport"),
+    [
+        (Blow("EngineActor", "receive"), "auto"),
+        (Blow("EngineActor"), "auto"),
+        (Blow("EngineActor", "generate", 0, signal.SIGSTOP), "auto"),
+        (Blow("EngineActor", "generate"), "broadcast"),  # no new engine can read its weights: they are sent again
+    ],
 )
-def test_an_engine_that_is_killed_costs_nothing(
-    run_ray: Callable[..., Path], local_run: Path, find_workers: Callable[..., list[Any]], method: str, transport: str
+def test_an_engine_that_is_lost_at_another_time_costs_nothing(
+    run_ray: Callable[..., Path], local_run: Path, find_workers: Find, tmp_path: Path, blow: Blow, transport: str
 ) -> None:
-    """By `broadcast`, which no new engine can read the weights of, it waits until they are sent again."""
-    kill = kill_when(lambda: find_workers("EngineActor", method))
-    flags = ("--rollout-num-gpus", "2", "--save-interval", "4", "--weight-transport", transport)
-    folder = run_ray("killed", *flags, meanwhile=kill)
-    assert drawn(folder) == every_prompt_once()
+    flags = ("--rollout-num-gpus", "2", "--health-check-timeout-seconds", "1", "--save-interval", "4")
+    folder = run_ray(
+        "lost", *flags, "--weight-transport", transport, meanwhile=strikes(find_workers, tmp_path / "lost", blow)
+    )
+    assert_every_prompt_once(folder)
     assert weights(folder) == weights(local_run)
 
 
-@pytest.mark.parametrize("method", ["train", "save", "offer"])
-def test_a_train_worker_that_is_killed_is_resumed_from_the_last_checkpoint(
+PHASES = (
+    Blow("TrainActor", "build"),
+    Blow("TrainActor", "train", saved=1),
+    Blow("TrainActor", "save", saved=2),
+    Blow("TrainActor", "offer", saved=2),
+    Blow("TrainActor", saved=3, during=("EngineActor", "generate")),  # nobody waits for it then
+)
+
+
+@long
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_train_worker_that_is_killed_in_any_phase_is_resumed_from_the_last_checkpoint(
     run_ray: Callable[..., Path],
     local_run: Path,
-    find_workers: Callable[..., list[Any]],
+    find_workers: Find,
     read_rows: Callable[[Path], list[dict]],
     tmp_path: Path,
-    method: str,
+    workers: int,
+    capfd: Any,
 ) -> None:
-    def find() -> list[Any]:
-        metrics = tmp_path / "killed" / "metrics.jsonl"
-        begun = metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2
-        return find_workers("TrainActor", method) if begun else []
-
-    folder = run_ray("killed", "--save-interval", "1", meanwhile=kill_when(find))
-    assert drawn(folder) == every_prompt_once()
+    flags = (*TWO_TRAIN, "--actor-num-gpus-per-node", str(workers), "--max-restarts", "5")
+    folder = run_ray("killed", *flags, meanwhile=strikes(find_workers, tmp_path / "killed", *PHASES))
+    said = capfd.readouterr().err
+    assert said.count("; restart ") == 5
+    assert_every_prompt_once(folder)
     assert [row["rollout_id"] for row in read_rows(folder)] == list(range(NUM_ROLLOUT))
-    assert weights(folder) == weights(local_run)
+    if workers == 1:
+        assert weights(folder) == weights(local_run)
+    else:
+        assert_close_weights(folder, local_run)
 
 
+@long
+def test_a_train_worker_that_hangs_is_lost_and_the_run_resumes(
+    run_ray: Callable[..., Path], local_run: Path, find_workers: Find, tmp_path: Path, capfd: Any
+) -> None:
+    stop = strikes(find_workers, tmp_path / "hangs", Blow("TrainActor", "train", 2, signal.SIGSTOP))
+    folder = run_ray("hangs", *TWO_TRAIN, "--worker-silence-seconds", "8", meanwhile=stop)
+    assert "has given no sign of life for 8 s" in capfd.readouterr().err
+    assert_every_prompt_once(folder)
+    assert_close_weights(folder, local_run)
+
+
+@long
 def test_without_restarts_a_lost_train_worker_ends_the_run_with_one_clear_error_and_resumes_by_hand(
-    run_ray: Callable[..., Path], local_run: Path, find_workers: Callable[..., list[Any]], tmp_path: Path
+    run_ray: Callable[..., Path], local_run: Path, find_workers: Find, tmp_path: Path
 ) -> None:
-    def find() -> list[Any]:
-        saved = tmp_path / "killed" / "checkpoints" / "rollout_000002" / "manifest.json"
-        return find_workers("TrainActor", "train") if saved.is_file() else []
-
+    kill = strikes(find_workers, tmp_path / "killed", Blow("TrainActor", "train", saved=2))
     with pytest.raises(WorkerLostError, match=r"train worker: training of rollout \d: its worker died \(pid \d+"):
-        run_ray("killed", "--save-interval", "1", "--max-restarts", "0", meanwhile=kill_when(find))
+        run_ray("killed", "--save-interval", "1", "--max-restarts", "0", meanwhile=kill)
     folder = run_ray("killed", "--save-interval", "1", "--load", str(tmp_path / "killed"))
-    assert drawn(folder) == every_prompt_once()
+    assert_every_prompt_once(folder)
     assert weights(folder) == weights(local_run)
 
 
+@long
 def test_a_rollout_worker_that_is_killed_is_resumed_too(
-    run_ray: Callable[..., Path], local_run: Path, find_workers: Callable[..., list[Any]], tmp_path: Path
+    run_ray: Callable[..., Path], local_run: Path, find_workers: Find, tmp_path: Path
 ) -> None:
-    def find() -> list[Any]:
-        saved = tmp_path / "killed" / "checkpoints" / "rollout_000002" / "manifest.json"
-        return find_workers("RolloutActor") if saved.is_file() else []
-
-    folder = run_ray("killed", "--save-interval", "1", meanwhile=kill_when(find))
-    assert drawn(folder) == every_prompt_once()
+    kill = strikes(find_workers, tmp_path / "killed", Blow("RolloutActor", saved=2))
+    folder = run_ray("killed", "--save-interval", "1", meanwhile=kill)
+    assert_every_prompt_once(folder)
     assert weights(folder) == weights(local_run)
 
 
-def test_an_engine_that_hangs_is_replaced(
-    run_ray: Callable[..., Path], local_run: Path, find_workers: Callable[..., list[Any]]
-) -> None:
-    stop = kill_when(lambda: find_workers("EngineActor", "generate"), signal.SIGSTOP)
-    folder = run_ray("hangs", "--health-check-timeout-seconds", "1", "--save-interval", "4", meanwhile=stop)
-    assert drawn(folder) == every_prompt_once()
-    assert weights(folder) == weights(local_run)
-
-
+@long
 @pytest.mark.parametrize("on_publish", ["wait", "pause", "abort"])
 def test_one_step_off(run_ray: Callable[..., Path], read_rows: Callable[[Path], list[dict]], on_publish: str) -> None:
     flags = ("--max-lag", "1", "--on-publish", on_publish, "--rollout-correction", "tis")
     folder = run_ray("ahead", *flags, "--rollout-max-response-len", "40")
-    assert drawn(folder) == every_prompt_once()
+    assert_every_prompt_once(folder)
     rows = read_rows(folder)
     assert [row["rollout/num_samples"] for row in rows] == [32] * NUM_ROLLOUT
     assert all(row["rollout/weight_lag_max"] <= 1 for row in rows)
@@ -235,18 +314,10 @@ def test_one_step_off(run_ray: Callable[..., Path], read_rows: Callable[[Path], 
         assert [row["rollout/weight_lag_max"] for row in rows] == [0, *[1] * (NUM_ROLLOUT - 1)]
 
 
-def test_two_train_workers_end_where_one_does_and_one_that_is_killed_is_resumed(
-    run_ray: Callable[..., Path], local_run: Path, find_workers: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    def find() -> list[Any]:
-        saved = tmp_path / "two" / "checkpoints" / "rollout_000002" / "manifest.json"
-        return find_workers("TrainActor", "train") if saved.is_file() else []
-
-    two = ("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--save-interval", "1")
-    folder = run_ray("two", *two, meanwhile=kill_when(find))
-    assert drawn(folder) == every_prompt_once()
-    assert_close_weights(folder, local_run)
-
-
+@long
 def test_taking_turns_on_the_same_devices(run_ray: Callable[..., Path], local_run: Path) -> None:
-    assert weights(run_ray("turns", "--colocate", "--save-interval", "4")) == weights(local_run)
+    folder = run_ray("turns", "--colocate", "--save-interval", "4")
+    assert weights(folder) == weights(local_run)
+    turns = json.loads((folder / "summary.json").read_text())["turn_memory_gib"]
+    assert turns.keys() == {"train", "engine"}
+    assert all(0.1 < gib < 10 for both in turns.values() for gib in both)  # on a CPU: of the whole process

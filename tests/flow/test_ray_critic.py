@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from treadle.config import load_config
 from treadle.run.start import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 NUM_ROLLOUT = 3
 PPO = """--advantage-estimator ppo --critic-lr 3e-3 --normalize-advantages --lambd 0.95 --kl-coef 0.05
-    --num-steps-per-rollout 2 --num-critic-only-steps 1 --save-interval 1""".split()
+    --num-steps-per-rollout 2 --num-critic-only-steps 1 --save-interval 1 --rollout-max-response-len 24""".split()
 MEASURED = (
     "rollout/reward_mean",
     "train/loss",
@@ -37,17 +37,22 @@ MEASURED = (
 Run = Callable[..., Path]
 
 
+def train_toy(toy_task: Sequence[str], folder: Path, *flags: str) -> Path:
+    words = [*toy_task, *PPO, "--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(folder), *flags]
+    train(load_config(None, words), "ppo")
+    return folder
+
+
 @pytest.fixture
-def run(toy_flags: list[str], tmp_path: Path) -> Run:
+def run(toy_task: Sequence[str], tmp_path: Path) -> Run:
     """`run("name", *flags)`: a PPO run in one process, or over workers; returns its folder."""
+    return lambda name, *flags: train_toy(toy_task, tmp_path / name, *flags)
 
-    def start(name: str, *flags: str) -> Path:
-        folder = tmp_path / name
-        words = [*toy_flags, *PPO, "--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(folder), *flags]
-        train(load_config(None, words), "ppo")
-        return folder
 
-    return start
+@pytest.fixture(scope="module")
+def shared(toy_task: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the run in one process, where policy and critic share it. Read only."""
+    return train_toy(toy_task, tmp_path_factory.mktemp("shared") / "run")
 
 
 def tensors(run_folder: Path, part: str) -> dict[str, torch.Tensor]:
@@ -71,12 +76,12 @@ def assert_same_weights(folder: Path, other: Path) -> None:
 def test_a_critic_of_its_own_ends_where_a_shared_one_does(
     ray_here: Any,
     run: Run,
+    shared: Path,
     read_rows: Callable[[Path], list[dict]],
     train_workers: int,
     critic_workers: int,
     more: tuple[str, ...],
 ) -> None:
-    shared = run("shared")
     numbers = ("--actor-num-gpus-per-node", str(train_workers), "--critic-num-gpus-per-node", str(critic_workers))
     own = run("own", "--runtime", "ray", "--rollout-num-gpus", "1", *numbers, *more)
     assert_same_weights(own, shared)
@@ -89,39 +94,38 @@ def test_a_critic_of_its_own_ends_where_a_shared_one_does(
     assert not [path.name for path in (own / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
-def test_what_one_wrote_the_other_resumes(ray_here: Any, run: Run) -> None:
-    whole = run("whole")
+def test_what_one_wrote_the_other_resumes(ray_here: Any, run: Run, shared: Path, tmp_path: Path) -> None:
     own = ("--runtime", "ray", "--critic-num-nodes", "1", "--rollout-num-gpus", "1")
     run("there", *own, "--num-rollout", "2")
     run("back", "--num-rollout", "2")
-    assert_same_weights(run("there", "--load", str(whole.parent / "there")), whole)
-    assert_same_weights(run("back", *own, "--load", str(whole.parent / "back")), whole)
+    assert_same_weights(run("there", "--load", str(tmp_path / "there")), shared)
+    assert_same_weights(run("back", *own, "--load", str(tmp_path / "back")), shared)
 
 
-@pytest.mark.parametrize("method", ["values", "train", "write"])
-def test_a_critic_worker_that_is_killed_is_resumed_from_the_last_checkpoint(
-    ray_here: Any, run: Run, find_workers: Callable[..., list[Any]], tmp_path: Path, method: str
+def test_a_critic_worker_that_is_killed_in_any_phase_is_resumed_from_the_last_checkpoint(
+    ray_here: Any, run: Run, shared: Path, find_workers: Callable[..., list[int]], tmp_path: Path, capfd: Any
 ) -> None:
-    killed: list[int] = []
+    phases = ["values", "train", "write"]
+    saves = tmp_path / "killed" / "checkpoints"
 
     def kill(over: threading.Event) -> None:
-        saved = tmp_path / "killed" / "checkpoints" / "rollout_000001" / "manifest.json"
-        while not over.is_set() and not killed:
-            found = find_workers("CriticActor", method) if saved.is_file() else []
-            if found:
-                os.kill(found[0].pid, signal.SIGKILL)
-                killed.append(found[0].pid)
-            time.sleep(0.002)
+        hit: set[int] = set()
+        while not over.is_set() and phases:
+            found = set(find_workers("CriticActor", phases[0])) - hit if any(saves.glob("*/manifest.json")) else set()
+            for pid in list(found)[:1]:
+                os.kill(pid, signal.SIGKILL)
+                hit.add(pid)
+                phases.pop(0)
+            time.sleep(0.001)
 
-    shared = run("shared", "--rollout-max-response-len", "24")
     over = threading.Event()
     thread = threading.Thread(target=kill, args=(over,))
     thread.start()
     try:
-        flags = ("--runtime", "ray", "--rollout-max-response-len", "24", "--rollout-num-gpus", "1")
-        own = run("killed", *flags, "--critic-num-gpus-per-node", "1")
+        own = run("killed", "--runtime", "ray", "--rollout-num-gpus", "1", "--critic-num-gpus-per-node", "1")
     finally:
         over.set()
         thread.join(60)
-    assert killed, f"no critic worker was seen in {method}"
+    assert not phases, f"no critic worker was seen in {phases[0]}"
+    assert capfd.readouterr().err.count("critic worker: ") == 3
     assert_same_weights(own, shared)

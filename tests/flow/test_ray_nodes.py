@@ -1,15 +1,18 @@
-"""Ray's side of a run: where workers go, two nodes, what can't be placed, and signals to a run of its own process."""
+"""Ray's side of a run: where workers go, what can't be placed, signs of life, and signals to a run of its own process."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,11 @@ import psutil
 import pytest
 
 from treadle.config import Config
-from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError
+from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError, WorkerLostError
 from treadle.run import placement
 from treadle.run.ray_calls import settle
+from treadle.run.ray_ranks import SIGNS, RankActor, ask_alive
+from treadle.run.ray_watch import Watched, while_alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -56,7 +61,7 @@ def test_taking_turns_is_in_the_same_bundles(ray_here: Any, make_config: MakeCon
 def test_more_than_there_is_and_will_be_is_refused_at_once(ray_here: Any, make_config: MakeConfig) -> None:
     config = make_config(runtime="ray", rollout_num_gpus=99)
     with pytest.raises(
-        ConfigError, match=r"wants 100 workers with 1 CPU each, this Ray has .* of 16 CPU free on 1 node;"
+        ConfigError, match=r"wants 100 workers with 1 CPU each, this Ray has .* of 9 CPU free on 2 nodes;"
     ):
         place(config, [], can_grow=False)
 
@@ -105,6 +110,75 @@ def test_what_a_call_of_a_worker_can_end_in(ray_here: Any, starts: bool, how: st
     ray_here.kill(worker)
 
 
+class Sleeper(RankActor):
+    """A rank without a model."""
+
+    def __init__(self) -> None:
+        pass
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def thread(self) -> int:
+        return threading.get_ident()
+
+    def sleep_for(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "slept"
+
+
+@pytest.fixture
+def sleeper(ray_here: Any) -> Iterator[Any]:
+    actor = ray_here.remote(concurrency_groups=SIGNS)(Sleeper).options(num_cpus=0).remote()
+    ray_here.get(actor.pid.remote(), timeout=60)  # it has started
+    yield actor
+    ray_here.kill(actor)
+
+
+def watch(actor: Any, work: Coroutine[Any, Any, Any], silence_seconds: float = 60.0) -> Any:
+    return asyncio.run(while_alive(work, [Watched("the rank", ask_alive(actor))], 0.1, silence_seconds))
+
+
+def test_a_worker_gives_signs_of_life_while_it_works(sleeper: Any) -> None:
+    work = settle(sleeper.sleep_for.remote(3.0), "a nap", 60.0)
+    assert watch(sleeper, work, 1.5) == "slept"
+
+
+def test_what_a_rank_computes_is_done_by_one_thread(ray_here: Any, sleeper: Any) -> None:
+    """A GPU is chosen for a thread, and OpenMP has a team for each."""
+    (group,) = SIGNS
+    own = [sleeper.thread.remote() for _ in range(3)]
+    other = sleeper.thread.options(concurrency_group=group).remote()
+    assert len({*ray_here.get(own, timeout=60)}) == 1
+    assert ray_here.get(other, timeout=60) not in ray_here.get(own, timeout=60)
+
+
+def test_a_worker_that_nobody_waits_for_is_missed_when_it_dies(ray_here: Any, sleeper: Any) -> None:
+    os.kill(ray_here.get(sleeper.pid.remote(), timeout=60), signal.SIGKILL)
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    with pytest.raises(WorkerLostError, match=r"^the rank: a sign of life: its worker died \(pid \d+"):
+        watch(sleeper, work())
+    assert ended == ["cancelled"]
+
+
+def test_a_worker_that_is_stopped_is_lost(ray_here: Any, sleeper: Any) -> None:
+    pid = ray_here.get(sleeper.pid.remote(), timeout=60)
+    work = settle(sleeper.sleep_for.remote(0.5), "a nap", 60.0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerLostError, match=r"^the rank has given no sign of life for 2 s: it hangs"):
+            watch(sleeper, work, 2.0)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
 def start(flags: list[str], folder: Path, *more: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "treadle", "train", *flags, "--run-dir", str(folder), "--runtime", "ray", *more]
     return subprocess.Popen(
@@ -117,37 +191,30 @@ def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def test_two_nodes(ray_here: Any, toy_flags: list[str], tmp_path: Path) -> None:
-    """The trainer on one node, an engine on the other: weights are broadcast."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False},
-    )
-    try:
-        cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
-        process = start(toy_flags, tmp_path / "run", "--num-rollout", "2", "--ray-address", cluster.address)
-        output, _ = process.communicate(timeout=RUN_SECONDS)
-        assert process.returncode == 0, output.decode()
-        assert [row["rollout_id"] for row in rows_of(tmp_path / "run")] == [0, 1]
-        assert all(row["rollout/weight_lag_max"] == 0 for row in rows_of(tmp_path / "run"))
-    finally:
-        cluster.shutdown()
+def addresses(processes: Sequence[psutil.Process]) -> set[str]:
+    """What they listen on."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return found
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_saves_and_leaves_no_process(
     ray_here: Any, toy_flags: list[str], tmp_path: Path, signum: signal.Signals
 ) -> None:
+    """Two train workers, one engine and a Ray of their own, all of which listen on loopback only."""
     folder = tmp_path / "run"
-    process = start(toy_flags, folder, "--num-rollout", "1000", "--ray-num-cpus", "4", "--save-interval", "1000")
+    numbers = ("--ray-num-cpus", "4", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1")
+    process = start(toy_flags, folder, "--num-rollout", "1000", "--save-interval", "1000", *numbers)
     deadline = time.monotonic() + RUN_SECONDS
     while len(rows_of(folder)) < 2:
         assert time.monotonic() < deadline
         assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.05)
     below = psutil.Process(process.pid).children(recursive=True)
+    assert {ipaddress.ip_address(address).is_loopback for address in addresses(below)} == {True}
     process.send_signal(signum)
     output, _ = process.communicate(timeout=RUN_SECONDS)
     assert process.returncode == (143 if signum == signal.SIGTERM else 130), output.decode()

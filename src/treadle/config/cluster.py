@@ -59,9 +59,16 @@ class ClusterSection(Section):
     weight_folder: str | None = Field(
         None, description="Folder of the disk transports, seen by all nodes; `weights` in the run folder by default."
     )
-    health_check_interval_seconds: float = Field(10.0, gt=0, description="How often an engine is asked if it is well.")
+    health_check_interval_seconds: float = Field(
+        10.0, gt=0, description="How often an engine is asked if it is well, and any other worker for a sign of life."
+    )
     health_check_timeout_seconds: float = Field(
         30.0, gt=0, description="An engine that answers later than this is taken for dead, and started anew."
+    )
+    worker_silence_seconds: float = Field(
+        120.0,
+        gt=0,
+        description="A train, critic or rollout worker that gives no sign of life for longer is lost.",
     )
     max_restarts: int = Field(
         3,

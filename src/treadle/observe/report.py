@@ -71,6 +71,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
         lines.append(Line("speed", "   ".join(speeds)))
     if summary.get("peak_memory_gib") is not None:
         lines.append(Line("peak memory", f"{summary['peak_memory_gib']:.1f} GiB"))
+    for kind, (awake, asleep) in (summary.get("turn_memory_gib") or {}).items():
+        lines.append(Line(f"{kind} memory", f"{awake:.1f} GiB at most in its turn, {asleep:.1f} GiB asleep"))
     for key, what in COUNTS:
         if summary.get(key):
             lines.append(Line(what, str(summary[key]), "yellow"))

@@ -60,11 +60,22 @@ def summarize(rows: Sequence[Row], seconds: float) -> dict[str, Any]:
         "rollout_tokens_per_second": _median(rows, "rollout/tokens_per_second"),
         "train_tokens_per_second": _median(rows, "train/tokens_per_second"),
         "peak_memory_gib": max(memory, default=None),
+        "turn_memory_gib": _turns(rows),
         "num_failed_samples": _count(rows, "rollout/failed_count"),
         "num_dropped_samples": sum(_count(rows, name) for name in _names(rows, "rollout/dropped/", "")),
         "num_failed_eval_answers": sum(_count(rows, name) for name in _names(rows, "eval/", "/failed_count")),
         "num_skipped_steps": _count(rows, "train/skipped_steps"),
     }
+
+
+def _turns(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Of each kind of worker that took turns the most memory awake and asleep."""
+    found = {}
+    for kind in ("train", "engine"):
+        both = [series(rows, f"perf/{kind}_{state}_gib") for state in ("awake", "asleep")]
+        if all(both):
+            found[kind] = [max(value for _, value in values) for values in both]
+    return found
 
 
 def _names(rows: Sequence[Row], start: str, end: str) -> set[str]:

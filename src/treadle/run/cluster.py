@@ -29,6 +29,7 @@ from treadle.run.ray_calls import settle
 from treadle.run.ray_process import ray_running
 from treadle.run.ray_rollout import Glance, RolloutActor
 from treadle.run.ray_train import TrainGroup
+from treadle.run.ray_watch import Watched, while_alive
 from treadle.run.record import Outputs, Record
 from treadle.run.rollouts import saved_rollout
 from treadle.run.session import Session, finish, open_outputs, schedule_of
@@ -52,6 +53,11 @@ class Workers:
     rollout: Any
     trainer: TrainGroup | None
 
+    def watched(self) -> list[Watched]:
+        """All of them, as they are asked for signs of life."""
+        rollout = [] if self.rollout is None else [Watched("rollout worker", self.rollout.alive.remote)]
+        return rollout + ([] if self.trainer is None else self.trainer.watched())
+
 
 class ClusterParts:
     """What `train_loop` drives, over workers."""
@@ -66,6 +72,7 @@ class ClusterParts:
         self._publishing = asyncio.Lock()
         self._engines_asleep = self._trainer_asleep = False
         self._again: asyncio.Task[None] | None = None
+        self._turns: list[Metric] = []  # memory of those who gave theirs up or took it back, since the last rollout
 
     # The loop's parts
 
@@ -92,7 +99,7 @@ class ClusterParts:
         began = time.perf_counter()
         async with self._publishing:
             if self._engines_asleep:
-                await self._ask_rollout("onload_weights")
+                self._turns += await self._ask_rollout("onload_weights")
             await self._exchange(version)
             self._version, self._trainer_ahead = version, False
         return [metric("perf/publish_seconds", time.perf_counter() - began)]
@@ -106,7 +113,8 @@ class ClusterParts:
         return await self.written.save(done, lambda: self._save(done))
 
     def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
-        self.written.step(rollout_id, metrics)
+        self.written.step(rollout_id, [*metrics, *self._turns])
+        self._turns = []
 
     # Whose turn it is
 
@@ -116,14 +124,14 @@ class ClusterParts:
         cluster = self.config.cluster
         if holder == "training":
             if self.rollout is not None and cluster.offload_rollout and not self._engines_asleep:
-                await self._ask_rollout("offload")
+                self._turns += await self._ask_rollout("offload")
                 self._engines_asleep = True
             if self.trainer is not None and self._trainer_asleep:
-                await self.trainer.wake()
+                self._turns += await self.trainer.wake()
                 self._trainer_asleep = False
         else:
             if self.trainer is not None and cluster.offload_train and not self._trainer_asleep:
-                await self.trainer.sleep()
+                self._turns += await self.trainer.sleep()
                 self._trainer_asleep = True
             if self._engines_asleep:
                 await self._ask_rollout("onload_kv")
@@ -185,11 +193,8 @@ class ClusterParts:
                 await asyncio.gather(call, return_exceptions=True)
 
     async def _look(self) -> None:
-        seconds = max(30.0, self.config.cluster.health_check_timeout_seconds)
-        try:
-            seen: Glance = await settle(self.rollout.glance.remote(), "a sign of life of the rollout worker", seconds)
-        except DeadlineError as error:
-            raise WorkerLostError(str(error)) from error
+        seconds = self.config.cluster.worker_silence_seconds
+        seen: Glance = await _ask(self.rollout.glance.remote(), "a sign of life of the rollout worker", seconds)
         self._show(seen.notes)
         if seen.phase is not None and not self._trainer_ahead:
             self.out.progress.phase(*seen.phase)
@@ -283,15 +288,25 @@ class _Attempt:
             self.outputs = open_outputs(session, self.name, stack, continues=True, again=again)
             parts = self._parts = ClusterParts(config, schedule, self.outputs, workers)
             stack.push_async_callback(parts.close)
-            if workers.rollout is not None and workers.trainer is not None:
-                receivers = await _ask(workers.rollout.num_receivers.remote(), "the number of engines", CLOSE_SECONDS)
-                plan = _transport(config, places, receivers, self.outputs.folder.path)
-                await workers.trainer.connect(plan)
-            await parts.publish(schedule.start_rollout_id)
-            progress.start(schedule.num_rollout, schedule.start_rollout_id)
-            lease: Lease = parts if config.cluster.colocate else FreeLease()
-            with stops_on_signals(self.stop, progress.note):
-                await train_loop(parts, lease, schedule, self.stop)
+            cluster = config.cluster
+            await while_alive(
+                self._drive(parts, workers),
+                workers.watched(),
+                cluster.health_check_interval_seconds,
+                cluster.worker_silence_seconds,
+            )
+
+    async def _drive(self, parts: ClusterParts, workers: Workers) -> None:
+        """Give the engines their first weights, then run the loop."""
+        config, progress, schedule = parts.config, self.session.progress, parts.schedule
+        if workers.rollout is not None and workers.trainer is not None:
+            receivers = await _ask(workers.rollout.num_receivers.remote(), "the number of engines", CLOSE_SECONDS)
+            await workers.trainer.connect(_transport(config, workers.places, receivers, parts.out.folder.path))
+        await parts.publish(schedule.start_rollout_id)
+        progress.start(schedule.num_rollout, schedule.start_rollout_id)
+        lease: Lease = parts if config.cluster.colocate else FreeLease()
+        with stops_on_signals(self.stop, progress.note):
+            await train_loop(parts, lease, schedule, self.stop)
 
     async def _load(self, workers: Workers) -> Schedule:
         """Have the workers load what they need and go to where the checkpoint was taken, side by side."""

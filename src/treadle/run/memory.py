@@ -224,6 +224,19 @@ class PeakMemory:
 
     def metrics(self, device: str) -> list[Metric]:
         """What it has now, and the most so far."""
+        now, _ = self._look(device)
+        return [metric("perf/memory_gib", now / 2**30), metric("perf/peak_memory_gib", self._peak / 2**30)]
+
+    def turn(self, device: str) -> float:
+        """The most since the last call, in GiB (on a CPU what it has now); a new turn begins."""
+        import torch
+
+        _, peak = self._look(device)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        return peak / 2**30
+
+    def _look(self, device: str) -> tuple[float, float]:
         import psutil
         import torch
 
@@ -232,7 +245,7 @@ class PeakMemory:
         else:
             now = peak = psutil.Process().memory_info().rss
         self._peak = max(self._peak, peak)
-        return [metric("perf/memory_gib", now / 2**30), metric("perf/peak_memory_gib", self._peak / 2**30)]
+        return now, peak
 
 
 def machine_memory(device: str) -> MachineMemory:

@@ -8,6 +8,9 @@ from typing import Any
 
 from treadle.errors import DeadlineError, EngineError, EngineLostError, TreadleError, WorkerLostError
 
+LOSS_SECONDS = 3.0
+"""Once a worker has failed, how long the others may take to say so: the one that died is the cause."""
+
 
 async def settle(ref: Any, what: str, timeout_seconds: float | None) -> Any:
     """The value of a remote call. Cancelling the wait cancels the call where its worker is async.

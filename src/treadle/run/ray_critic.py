@@ -52,12 +52,12 @@ class CriticActor(RankActor):
             self._critic.write(path)
         return path, self._critic.optimizer.num_steps
 
-    def sleep(self) -> None:
-        """Move weights and optimizer off the device; nothing to do on a CPU."""
-        self._host.sleep(self._critic.tensors())
+    def sleep(self) -> float:
+        """Move weights and optimizer off the device, nothing on a CPU; the most memory of the turn that ends, in GiB."""
+        return self._turn_ends(self._grid.device, lambda: self._host.sleep(self._critic.tensors()))
 
-    def wake(self) -> None:
-        self._host.wake()
+    def wake(self) -> float:
+        return self._turn_ends(self._grid.device, self._host.wake)
 
     def _lost_named(self, doing: str) -> Any:
         return lost_ranks_are_named(doing, self._grid.world.rank, self._grid.world.size)

@@ -17,6 +17,7 @@ from treadle.rollout.engines.torch_engine import TorchEngine
 from treadle.rollout.engines.vllm_engine import VllmEngine
 from treadle.run import build
 from treadle.run.compute import ComputeThread
+from treadle.run.memory import PeakMemory
 from treadle.run.ray_calls import ask_engine
 from treadle.run.servers import ServerPlace, is_server, open_server
 from treadle.run.worker_setup import WorkerSetup, enter_worker
@@ -36,7 +37,7 @@ class EngineActor:
         self._engine: TorchEngine | VllmEngine | None = None
         self._served: ServedWeights | None = None
         self._receivers: dict[str, WeightReceiver] = {}
-        self._host = HostCopies()
+        self._host, self._memory = HostCopies(), PeakMemory()
         self._compute = ComputeThread()
 
     @property
@@ -89,18 +90,29 @@ class EngineActor:
     async def resume(self) -> None:
         await self.engine.resume()
 
-    async def sleep(self) -> None:
-        """Free keys and values, and the device's memory of the model's own copy, which goes to the host."""
-        await self.engine.sleep()
-        if isinstance(self.engine, VllmEngine):
-            return
-        model = self.engine.model
-        await self._compute.run(self._host.sleep, [*model.parameters(), *model.buffers()])
+    async def sleep(self) -> float | None:
+        """Free keys and values, and the device's memory of the model's own copy, which goes to the host.
 
-    async def wake(self, part: EnginePart) -> None:
-        if part == "weights" and self._host.is_asleep:
+        The most memory of the turn that ends, in GiB; None of a server, which has its own.
+        """
+        engine = self.engine
+        if isinstance(engine, VllmEngine):
+            await engine.sleep()
+            return None
+        most = self._memory.turn(engine.model.device.type)
+        await engine.sleep()
+        await self._compute.run(self._host.sleep, [*engine.model.parameters(), *engine.model.buffers()])
+        self._memory.turn(engine.model.device.type)
+        return most
+
+    async def wake(self, part: EnginePart) -> float | None:
+        """Inverse of `sleep`, by parts; with the weights, the most memory of the turn that ends."""
+        engine, most = self.engine, None
+        if part == "weights" and not isinstance(engine, VllmEngine):
+            most = self._memory.turn(engine.model.device.type)
             await self._compute.run(self._host.wake)
-        await self.engine.wake(part)
+        await engine.wake(part)
+        return most
 
     async def health(self) -> None:
         await self.engine.health()
@@ -116,6 +128,7 @@ class RemoteEngine:
         self._actor, self._name = actor, name
         self._answer_seconds, self._weights_seconds = answer_seconds, weights_seconds
         self._version = -1
+        self.turn_gib: float | None = None  # the most memory of the last turn, of waking or of sleeping, where known
 
     @property
     def version(self) -> int:
@@ -149,10 +162,11 @@ class RemoteEngine:
         await ask_engine(self._actor.resume.remote(), self._name, "resume", self._answer_seconds)
 
     async def sleep(self) -> None:
-        await ask_engine(self._actor.sleep.remote(), self._name, "sleep", self._answer_seconds)
+        self.turn_gib = await ask_engine(self._actor.sleep.remote(), self._name, "sleep", self._answer_seconds)
 
     async def wake(self, part: EnginePart) -> None:
-        await ask_engine(self._actor.wake.remote(part), self._name, f"wake {part}", self._answer_seconds)
+        ref = self._actor.wake.remote(part)
+        self.turn_gib = await ask_engine(ref, self._name, f"wake {part}", self._answer_seconds)
 
     async def health(self) -> None:
         await ask_engine(self._actor.health.remote(), self._name, "health", self._answer_seconds)

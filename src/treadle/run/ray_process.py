@@ -12,6 +12,9 @@ from treadle.errors import ConfigError
 from treadle.observe.progress import Progress
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NO_IDLE_WORKERS = {"prestart_worker_first_driver": False}
+"""Ray's setting not to start a process for each CPU in advance: a run's workers have an environment of their own, so
+they would never be used."""
 
 
 @contextmanager
@@ -38,10 +41,12 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
         if own:
             bind = None if cluster.ray_bind_address in LOOPBACK else cluster.ray_bind_address
             ray.init(
+                address="local",  # not one that somebody left running here
                 num_cpus=cluster.ray_num_cpus,
                 include_dashboard=cluster.ray_dashboard,
                 dashboard_host=cluster.ray_bind_address,
                 _node_ip_address=bind,
+                _system_config=NO_IDLE_WORKERS,
                 **quiet,
             )
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from treadle.models.load import pick_device
 from treadle.run.memory import PeakMemory
 from treadle.run.notes import Note, Notes
 from treadle.run.placement import Bundle, Places, worker_options
-from treadle.run.ray_calls import settle
+from treadle.run.ray_calls import LOSS_SECONDS, settle
+from treadle.run.ray_watch import Watched
 from treadle.run.state import seed_everything, set_random_state
 from treadle.run.worker_setup import WorkerSetup, enter_worker
 from treadle.training.checkpoint import Checkpoint, find_checkpoint
 from treadle.training.parallel import Grid, ParallelSpec, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
 
-LOSS_SECONDS = 3.0
-"""Once a rank has failed, how long the others may take to say so: the one that died is the cause."""
+SIGNS = {"signs of life": 1}
+"""The group of calls that don't wait for the one that a rank is busy with, and how many of them there are at once."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Trained:
 
 
 class RankActor:
-    """A rank in a process of its own. Calls are done one after the other."""
+    """A rank in a process of its own. Calls are done one after the other, but for signs of life."""
 
     def __init__(self, setup: WorkerSetup):
         enter_worker(setup)
@@ -61,6 +62,9 @@ class RankActor:
         with socket.socket() as probe:
             probe.bind((address, 0))
             return int(probe.getsockname()[1])
+
+    def alive(self) -> None:
+        """A sign of life; answered while another call runs."""
 
     def close(self) -> None:
         leave_ranks()
@@ -81,6 +85,14 @@ class RankActor:
         set_random_state(found.state["random"])
         return found
 
+    def _turn_ends(self, device: torch.device, move: Callable[[], object]) -> float:
+        """Have `move` free memory for others or take it back; the most of the turn before, in GiB. The move itself
+        counts for neither turn."""
+        most = self._peak_memory.turn(device.type)
+        move()
+        self._peak_memory.turn(device.type)
+        return most
+
     def _memory(self, device: torch.device, *, speaks: bool) -> list[Metric]:
         """The most memory this process had; the one that `speaks` says what it is now, too."""
         now, peak = self._peak_memory.metrics(device.type)
@@ -95,6 +107,13 @@ class Call:
     ref: Any
 
 
+def ask_alive(actor: Any) -> Callable[[], Any]:
+    """What asks a rank for a sign of life."""
+    (group,) = SIGNS
+    ask: Callable[[], Any] = actor.alive.options(concurrency_group=group).remote
+    return ask
+
+
 class RankGroup:
     """All ranks of one model, as the driver uses them."""
 
@@ -104,8 +123,9 @@ class RankGroup:
         self.name, self.config, self.bundles = name, setup.config, self._bundles(places)
         self.spec = ParallelSpec.of(setup.config, len(self.bundles))
         shares = setup.config.cluster.colocate
+        actor = ray.remote(concurrency_groups=SIGNS)(kind)
         self.actors = [
-            ray.remote(kind).options(**worker_options(setup.config, places, bundle, shares=shares)).remote(setup, *args)
+            actor.options(**worker_options(setup.config, places, bundle, shares=shares)).remote(setup, *args)
             for bundle in self.bundles
         ]
         self._data_ranks: list[int] = []
@@ -139,11 +159,21 @@ class RankGroup:
         return list(dict(zip(self._data_ranks, refs, strict=True)).values())
 
     def calls(self, what: str, refs: Sequence[Any]) -> list[Call]:
-        """The ranks' calls with a name each."""
-        many = len(self.actors) > 1
-        return [Call(f"{self.name}{f' {rank}' if many else ''}: {what}", ref) for rank, ref in enumerate(refs)]
+        """The calls of the ranks, or of the first ones, with a name each."""
+        return [Call(f"{name}: {what}", ref) for name, ref in zip(self.names, refs, strict=False)]
+
+    @property
+    def names(self) -> list[str]:
+        """What each rank is called."""
+        count = len(self.actors)
+        return [self.name if count == 1 else f"{self.name} {rank}" for rank in range(count)]
+
+    def watched(self) -> list[Watched]:
+        """The ranks, as they are asked for signs of life."""
+        return [Watched(name, ask_alive(actor)) for name, actor in zip(self.names, self.actors, strict=True)]
 
     def sleeping(self) -> list[Call]:
+        """Each gives the most memory of the turn that ends, as `waking` does."""
         return self.calls("sleep", [actor.sleep.remote() for actor in self.actors])
 
     def waking(self) -> list[Call]:

@@ -10,6 +10,7 @@ from typing import Any
 from treadle.chat import load_codec
 from treadle.data import PromptSource
 from treadle.errors import EngineLostError
+from treadle.metrics import Metric, metric
 from treadle.models.load import context_length, load_config
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.pool import EnginePool, OnPublish
@@ -53,6 +54,7 @@ class RolloutActor:
         self._source: PromptSource | None = None
         self._offer: Offer | None = None  # the newest that all engines took
         self._version: int | None = None  # of weights that engines were loaded with, in a run that never trains
+        self._engines: dict[int, RemoteEngine] = {}  # the newest of each seat of the pool
         self._waiting = 0  # engines that were started anew and can get weights by the next publish only
         seed_everything(setup.config.train.seed)
 
@@ -96,7 +98,9 @@ class RolloutActor:
         if is_server(self._config):
             seconds += self._config.engine.engine_start_timeout_seconds
         self._num_workers[index] = await ask_engine(actor.start.remote(), name, "its start", seconds)
-        return RemoteEngine(actor, name, cluster.health_check_timeout_seconds, cluster.train_timeout_seconds)
+        limits = cluster.health_check_timeout_seconds, cluster.train_timeout_seconds
+        self._engines[index] = RemoteEngine(actor, name, *limits)
+        return self._engines[index]
 
     async def _restart_engine(self, index: int) -> Engine:
         """The same with the weights that the others have: from the offer, or by a publish that the driver is asked for."""
@@ -148,12 +152,18 @@ class RolloutActor:
         await self._pool.prepare("wait")
         await self._pool.update(apply)
 
-    async def offload(self) -> None:
-        """Free what the engines hold on their devices."""
+    async def offload(self) -> list[Metric]:
+        """Free what the engines hold on their devices; the most memory they had."""
         await self._pool.sleep()
+        return self._turns("perf/engine_awake_gib")
 
-    async def onload_weights(self) -> None:
+    async def onload_weights(self) -> list[Metric]:
+        """Give the engines memory for their weights; the most they had without."""
         await self._pool.wake("weights")
+        return self._turns("perf/engine_asleep_gib")
+
+    def _turns(self, name: str) -> list[Metric]:
+        return [metric(name, engine.turn_gib) for engine in self._engines.values() if engine.turn_gib is not None]
 
     async def onload_kv(self) -> None:
         await self._pool.wake("kv")
@@ -177,6 +187,9 @@ class RolloutActor:
 
     async def glance(self) -> Glance:
         return Glance(self._phase, self._notes.take(), self._waiting > 0)
+
+    async def alive(self) -> None:
+        """A sign of life."""
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -22,10 +22,12 @@ import torch.distributed as dist
 
 from treadle.chat import load_codec
 from treadle.config import batch_arithmetic
+from treadle.metrics import Metric, metric
 from treadle.run import build
 from treadle.run.placement import Bundle, Places
 from treadle.run.ray_critic import CriticActor, CriticGroup
 from treadle.run.ray_ranks import Meeting, RankActor, RankGroup, Trained, all_of
+from treadle.run.ray_watch import Watched
 from treadle.run.state import random_state
 from treadle.run.worker_setup import WorkerSetup
 from treadle.training.batch import Batch
@@ -159,12 +161,12 @@ class TrainActor(RankActor):
 
     # Memory
 
-    def sleep(self) -> None:
-        """Move weights and optimizer off the device; nothing to do on a CPU."""
-        self._trainer.sleep()
+    def sleep(self) -> float:
+        """Move weights and optimizer off the device, nothing on a CPU; the most memory of the turn that ends, in GiB."""
+        return self._turn_ends(self._trainer.device, self._trainer.sleep)
 
-    def wake(self) -> None:
-        self._trainer.wake()
+    def wake(self) -> float:
+        return self._turn_ends(self._trainer.device, self._trainer.wake)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -215,6 +217,9 @@ class TrainGroup(RankGroup):
     @property
     def all_actors(self) -> list[Any]:
         return [*self.actors, *([] if self._critic is None else self._critic.actors)]
+
+    def watched(self) -> list[Watched]:
+        return [*super().watched(), *([] if self._critic is None else self._critic.watched())]
 
     async def build(self, num_rollout: int, checkpoint: Checkpoint | None) -> None:
         """Have all ranks meet, load their models and go to where the checkpoint was taken."""
@@ -279,11 +284,13 @@ class TrainGroup(RankGroup):
     async def deliver(self, version: int) -> None:
         await self._first(f"the delivery of version {version}", self.actors[0].deliver.remote())
 
-    async def sleep(self) -> None:
-        await all_of([*self.sleeping(), *([] if self._critic is None else self._critic.sleeping())], self._seconds)
+    async def sleep(self) -> list[Metric]:
+        calls = [*self.sleeping(), *([] if self._critic is None else self._critic.sleeping())]
+        return [metric("perf/train_awake_gib", gib) for gib in await all_of(calls, self._seconds)]
 
-    async def wake(self) -> None:
-        await all_of([*self.waking(), *([] if self._critic is None else self._critic.waking())], self._seconds)
+    async def wake(self) -> list[Metric]:
+        calls = [*self.waking(), *([] if self._critic is None else self._critic.waking())]
+        return [metric("perf/train_asleep_gib", gib) for gib in await all_of(calls, self._seconds)]
 
     async def _first(self, what: str, ref: Any) -> None:
         await all_of(self.calls(what, [ref]), self._seconds)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.errors import RankError
+from treadle.weights.meeting import open_meeting
 
 LOOPBACK = "127.0.0.1"
 _CPU = torch.device("cpu")
@@ -83,12 +84,14 @@ def join_ranks(
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with lost_ranks_are_named(f"joining {size} ranks at {address}:{port}", rank, size):
+        timeout = timedelta(seconds=timeout_seconds)
+        others = None if rank == 0 else dist.TCPStore(address, port, None, False, timeout)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{address}:{port}",
+            store=open_meeting(address, port, timeout) if others is None else others,
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
 

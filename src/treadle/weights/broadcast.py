@@ -12,7 +12,6 @@ The meeting point has no password: use it in a network where only the run's own 
 
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -27,6 +26,7 @@ from treadle.weights.base import Offer
 from treadle.weights.copying import copy_pairs
 from treadle.weights.ends import SentWeights, ServedWeights
 from treadle.weights.flat import Piece, bucket_views, buckets
+from treadle.weights.meeting import open_meeting
 
 NAME = "broadcast"
 READY, REFUSED = 1, 0
@@ -60,7 +60,7 @@ class BroadcastSender:
     def offer(self, version: int) -> Offer:
         self._weights.take(version)
         if self._meeting is None:
-            store = _meeting_point(self._host, timedelta(seconds=self._timeout_seconds))
+            store = open_meeting(self._host, 0, timedelta(seconds=self._timeout_seconds))
             self._where = {
                 "meeting": uuid.uuid4().hex,
                 "number": 0,
@@ -275,16 +275,6 @@ class _Group:
                 raise EngineError(
                     f"engine {rank} of {self._size - 1} has other bytes of version {version} than were sent"
                 )
-
-
-def _meeting_point(host: str, timeout: timedelta) -> dist.TCPStore:
-    """A store at a free port; one of this machine alone listens for nobody else, where torch's own would."""
-    if host not in LOOPBACK:
-        return dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
-    with socket.create_server((host, 0)) as server:
-        port = server.getsockname()[1]
-        descriptor = server.detach()  # the store's from here on
-    return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def _gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:

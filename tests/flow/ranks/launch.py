@@ -166,27 +166,46 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def main(jobs: list[dict[str, Any]]) -> None:
-    torch.set_num_threads(1)
-    for job in jobs:
+class Running:
+    """A job whose ranks run."""
+
+    def __init__(self, job: dict[str, Any]):
         Path(job["folder"]).mkdir(parents=True)
-        began = time.monotonic()
+        self.job, self.began = job, time.monotonic()
         job["port"] = free_port()
-        running = {start(rank, job): rank for rank in range(job["size"])}
-        codes: dict[int, Any] = {}
-        while running and time.monotonic() - began < job["deadline"]:
-            for pid, rank in list(running.items()):
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[rank] = os.waitstatus_to_exitcode(status)
-                    del running[pid]
-            time.sleep(0.01)
-        for pid, rank in running.items():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            codes[rank] = "deadline"
-        seconds = time.monotonic() - began
-        (Path(job["folder"]) / "ended.json").write_text(json.dumps({"codes": codes, "seconds": seconds}))
+        self.ranks = {start(rank, job): rank for rank in range(job["size"])}
+        self.codes: dict[int, Any] = {}
+
+    def is_over(self) -> bool:
+        """True once every rank has ended, or was ended; then it is written down how."""
+        seconds = time.monotonic() - self.began
+        for pid, rank in list(self.ranks.items()):
+            late = seconds > self.job["deadline"]
+            if late:
+                os.kill(pid, signal.SIGKILL)
+            done, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+            if done:
+                self.codes[rank] = "deadline" if late else os.waitstatus_to_exitcode(status)
+                del self.ranks[pid]
+        if not self.ranks:
+            ended = {"codes": self.codes, "seconds": seconds}
+            (Path(self.job["folder"]) / "ended.json").write_text(json.dumps(ended))
+        return not self.ranks
+
+
+def main(jobs: list[dict[str, Any]]) -> None:
+    """One job after the other, and beside them those that mostly sleep."""
+    torch.set_num_threads(1)
+    beside = [Running(job) for job in jobs if "late" in job]
+    for job in jobs:
+        if "late" not in job:
+            running = Running(job)
+            while not running.is_over():
+                beside = [other for other in beside if not other.is_over()]
+                time.sleep(0.01)
+    while beside:
+        beside = [other for other in beside if not other.is_over()]
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,7 @@ def test_the_summary_shows_what_there_is() -> None:
                 "rollout_tokens_per_second": None,
                 "train_tokens_per_second": 1531.0,
                 "peak_memory_gib": 4.31,
+                "turn_memory_gib": {"train": [4.31, 0.22]},
                 "num_failed_samples": 2,
                 "num_skipped_steps": 0,
                 "curve": Path("runs") / ("long" * 40) / "curve.png",
@@ -192,6 +193,7 @@ def test_the_summary_shows_what_there_is() -> None:
         ["time", "4:31 for 20 rollouts"],
         ["speed", "training 1531 tokens/s"],
         ["peak memory", "4.3 GiB"],
+        ["train memory", "4.3 GiB at most in its turn, 0.2 GiB asleep"],
         ["failed samples", "2"],
         ["curve", str(Path("runs") / ("long" * 40) / "curve.png")],
     ]

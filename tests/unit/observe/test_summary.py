@@ -7,9 +7,11 @@ from treadle.observe.summary import accuracies, series, summarize
 ROWS = [
     {"rollout_id": 0, "eval/sums/accuracy": 0.25, "eval/other/accuracy": 0.5, "eval/sums/failed_count": 1.0},
     {"rollout_id": 0, "rollout/reward_mean": 0.125, "rollout/tokens_per_second": 100.0, "train/tokens_per_second": 10.0,
-     "rollout/failed_count": 2.0, "perf/peak_memory_gib": 3.0, "perf/memory_gib": 2.5},
+     "rollout/failed_count": 2.0, "perf/peak_memory_gib": 3.0, "perf/memory_gib": 2.5, "perf/train_asleep_gib": 0.5,
+     "perf/engine_awake_gib": 1.0},
     {"rollout_id": 1, "rollout/reward_mean": 0.75, "rollout/tokens_per_second": 300.0, "train/tokens_per_second": None,
-     "rollout/dropped/too_long": 3.0, "rollout/dropped/stale": 1.0, "perf/peak_memory_gib": 4.0},
+     "rollout/dropped/too_long": 3.0, "rollout/dropped/stale": 1.0, "perf/peak_memory_gib": 4.0, "perf/train_awake_gib": 4.0,
+     "perf/train_asleep_gib": 0.25},
     {"rollout_id": 2, "rollout/reward_mean": 0.5, "rollout/tokens_per_second": 110.0, "train/skipped_steps": 1.0,
      "rollout/failed_count": 1.0, "eval/sums/accuracy": 0.625},
 ]  # fmt: skip
@@ -27,6 +29,7 @@ def test_the_numbers_of_a_run() -> None:
         "rollout_tokens_per_second": 110.0,
         "train_tokens_per_second": 10.0,
         "peak_memory_gib": 4.0,
+        "turn_memory_gib": {"train": [4.0, 0.5]},
         "num_failed_samples": 3,
         "num_dropped_samples": 4,
         "num_failed_eval_answers": 1,
