@@ -253,6 +253,13 @@ def test_a_server_of_somebody_else_is_reached_and_left_running(vllm_address):
     run(main())
 
 
+def server_of(engine):
+    """The server's process: of the guard's children the one that is not its watcher."""
+    children = psutil.Process(engine.process.process.pid).children()
+    (server,) = (p for p in children if not any("process_guard" in word for word in p.cmdline()))
+    return server
+
+
 def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
     """One server and its successor: pushes of an untied model, kill -9 with requests in flight, a hang, the end."""
     folder = make_wide_model(tied=False)
@@ -280,9 +287,7 @@ def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
         pool = EnginePool([first], again, PoolLimits(1.0, 25.0, 2), notes.append)
         flying = [asyncio.create_task(generate(pool, SamplingParams(200, ignore_eos=True), 2)) for _ in range(3)]
         await asyncio.sleep(0.3)
-        of_guard = psutil.Process(first.process.process.pid).children()  # the guard's own watcher is another one
-        (server,) = (p for p in of_guard if not any("process_guard" in word for word in p.cmdline()))
-        server.kill()
+        server_of(first).kill()
         for completions in await asyncio.gather(*flying):
             assert sorted(c.index for c in completions) == [0, 1]
             for completion in completions:
