@@ -13,8 +13,8 @@ from typing import Any
 from treadle.chat import load_codec
 from treadle.errors import EngineLostError
 from treadle.rollout.engines.base import EnginePart
+from treadle.rollout.engines.server_engine import ServerEngine
 from treadle.rollout.engines.torch_engine import TorchEngine
-from treadle.rollout.engines.vllm_engine import VllmEngine
 from treadle.run import build
 from treadle.run.ray_calls import ask_engine
 from treadle.run.servers import ServerPlace, is_server, open_server
@@ -32,13 +32,13 @@ class EngineActor:
     def __init__(self, setup: WorkerSetup, index: int):
         enter_worker(setup)
         self._setup, self._index = setup, index
-        self._engine: TorchEngine | VllmEngine | None = None
+        self._engine: TorchEngine | ServerEngine | None = None
         self._served: ServedWeights | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self._host = HostCopies()
 
     @property
-    def engine(self) -> TorchEngine | VllmEngine:
+    def engine(self) -> TorchEngine | ServerEngine:
         assert self._engine is not None, "start first"
         return self._engine
 
@@ -63,7 +63,7 @@ class EngineActor:
     async def receive(self, offer: dict[str, Any]) -> int:
         """Take offered weights; the version."""
         given, engine = Offer.from_json(offer), self.engine
-        if isinstance(engine, VllmEngine):
+        if isinstance(engine, ServerEngine):
             await engine.receive(given)
             return engine.version
         if self._served is None:
@@ -74,7 +74,7 @@ class EngineActor:
         return engine.version
 
     async def set_version(self, version: int) -> int:
-        if isinstance(self.engine, VllmEngine):
+        if isinstance(self.engine, ServerEngine):
             await self.engine.set_version(version)
         else:
             self.engine.set_version(version)
@@ -92,7 +92,7 @@ class EngineActor:
     async def sleep(self) -> None:
         """Free keys and values, and the device's memory of the model's own copy, which goes to the host."""
         await self.engine.sleep()
-        if isinstance(self.engine, VllmEngine):
+        if isinstance(self.engine, ServerEngine):
             return
         model = self.engine.model
         await asyncio.to_thread(self._host.sleep, [*model.parameters(), *model.buffers()])

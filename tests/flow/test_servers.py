@@ -1,4 +1,4 @@
-"""Whole tiny runs whose samples come from a vLLM server: they learn, and the server always has the trainer's weights."""
+"""Whole tiny runs whose samples come from a server: they learn, and the server always has the trainer's weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,28 @@ from treadle.run.start import train
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_ROLLOUT = 12
+SMALL = {
+    "vllm": ("--vllm-enforce-eager", "--vllm-max-model-len", "128", "--kv-cache-gib", "1"),
+    "sglang": (
+        *("--sglang-attention-backend", "torch_native", "--sglang-disable-cuda-graph"),
+        *("--sglang-disable-overlap-schedule", "--sglang-context-length", "128", "--kv-cache-gib", "0.05"),
+    ),
+}
+"""What makes a server of each kind a small one for a CPU."""
+
+
+@pytest.fixture(params=SMALL)
+def kind(request) -> str:
+    return request.param
 
 
 @pytest.fixture
-def vllm_flags(vllm_python, wide_model_dir, toy_flags, tmp_path):
-    """Flags of the toy run with a vLLM server."""
+def server_flags(kind, request, wide_model_dir, toy_flags):
+    """Flags of the toy run with a server."""
     at = toy_flags.index("--hf-checkpoint")
     own = [*toy_flags[:at], *toy_flags[at + 2 :], "--hf-checkpoint", str(wide_model_dir)]
-    server = ["--rollout-engine", "vllm", "--engine-python", vllm_python, "--vllm-enforce-eager", "--kv-cache-gib", "1"]
-    return [*own, *server, "--vllm-max-model-len", "128", "--num-rollout", str(NUM_ROLLOUT)]
+    python = request.getfixturevalue(f"{kind}_python")
+    return [*own, "--rollout-engine", kind, "--engine-python", python, *SMALL[kind]]
 
 
 def assert_learned(rows) -> None:
@@ -41,16 +54,14 @@ def assert_no_server_is_left(model: Path) -> None:
         time.sleep(0.2)
 
 
-def test_a_run_in_one_process_learns(vllm_flags, wide_model_dir, read_rows, tmp_path):
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_run_learns(runtime, kind, server_flags, wide_model_dir, request, read_rows, tmp_path):
+    if runtime == "ray":
+        request.getfixturevalue("ray_here")
     folder = tmp_path / "run"
-    train(load_config(None, [*vllm_flags, "--run-dir", str(folder)]), "toy")
+    flags = ["--num-rollout", str(NUM_ROLLOUT), "--runtime", runtime, "--run-dir", str(folder)]
+    train(load_config(None, [*server_flags, *flags]), "toy")
     assert_learned(read_rows(folder))
     assert_no_server_is_left(wide_model_dir)
-    assert (folder / "engines" / "vllm-0.log").is_file()
-
-
-def test_a_run_over_ray_learns(vllm_flags, wide_model_dir, ray_here, read_rows, tmp_path: Path):
-    folder = tmp_path / "run"
-    train(load_config(None, [*vllm_flags, "--runtime", "ray", "--run-dir", str(folder)]), "toy")
-    assert_learned(read_rows(folder))
-    assert_no_server_is_left(wide_model_dir)
+    if runtime == "local":
+        assert (folder / "engines" / f"{kind}-0.log").is_file()

@@ -1,54 +1,143 @@
-"""The engine that Treadle sees: a vLLM server, and the state it was asked to be in."""
+"""The engine that Treadle sees where a server of its own generates: the state it was asked to be in, and who waits.
+
+What one kind of server is asked, and how its answers read, is its `Dialect`; everything else is the same for all.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import suppress
+import uuid
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
 
 from treadle.errors import DeadlineError, EngineError, EngineLostError
 from treadle.rollout.engines.base import EnginePart, check_request
 from treadle.rollout.engines.http_calls import HttpCalls, RefusedError
 from treadle.rollout.engines.server_process import ServerProcess
-from treadle.rollout.engines.vllm_engine.replies import GENERATE, completion_of, request_of
 from treadle.types import Completion, SamplingParams, Status
 from treadle.weights import Offer
 
 _ABORT_AGAIN_SECONDS = 0.05
+_GIVE_UP_SECONDS = 1.0
+
+
+class Ask(Protocol):
+    """Asks the server; the engine's own deadline where no `seconds` are given."""
+
+    async def __call__(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        seconds: float | None = None,
+        params: Mapping[str, Any] | None = None,
+        method: str = "POST",
+    ) -> Any: ...
+
+
+class Dialect(Protocol):
+    """How one kind of server is spoken to. What it asks for may raise `EngineError`."""
+
+    @property
+    def generate_path(self) -> str:
+        """Where one sample is asked for."""
+        ...
+
+    @property
+    def ready_path(self) -> str:
+        """Answers once the server serves."""
+        ...
+
+    def request_of(
+        self, token_ids: Sequence[int], sampling: SamplingParams, index: int, eos_token_ids: Collection[int], name: str
+    ) -> dict[str, Any]:
+        """Body of the request for sample `index`; `name` is the request's own, for `give_up`."""
+        ...
+
+    def completion_of(
+        self, reply: Any, index: int, sampling: SamplingParams, eos_token_ids: Collection[int], engine: str
+    ) -> Completion:
+        """The completion in a reply; raises `EngineError` naming what is wrong with it."""
+        ...
+
+    async def give_up(self, ask: Ask, name: str) -> None:
+        """End a request whose caller left, where closing its connection is not enough."""
+        ...
+
+    async def abort(self, ask: Ask) -> None:
+        """End every request the server knows now; their replies say so."""
+        ...
+
+    async def pause(self, ask: Ask) -> None:
+        """Stop between two tokens. A request can be aborted also while the server is paused."""
+        ...
+
+    async def resume(self, ask: Ask) -> None: ...
+
+    async def sleep(self, ask: Ask, seconds: float) -> None:
+        """Free weights, keys and values; nothing is in flight."""
+        ...
+
+    async def wake(self, ask: Ask, part: EnginePart, seconds: float) -> None: ...
+
+    async def set_version(self, ask: Ask, version: int) -> None: ...
+
+    async def health(self, ask: Ask) -> None:
+        """Ask for something that only a scheduler that works can answer."""
+        ...
+
+    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> None:
+        """Raise `EngineError` where the server could not take what is offered; nothing has changed then.
+
+        What must stay until the weights are loaded goes into `held`.
+        """
+        ...
+
+    async def load(self, ask: Ask, offer: Offer, seconds: float) -> None:
+        """Load what was checked and forget all keys and values; what fails here leaves a model that is not whole."""
+        ...
 
 
 @dataclass(frozen=True)
-class VllmLimits:
-    """`max_length` is the context of the model as the server was started. `seeded`: it can draw each sample from a seed
-    of its own (its CPU build can't). `sleeps`: it frees its memory when it sleeps (on a GPU, in sleep mode)."""
+class ServerLimits:
+    """`max_length` is the context of the model as the server was started. `sleeps`: it frees its memory when it sleeps (on
+    a GPU, in the mode for it)."""
 
     max_length: int
     answer_seconds: float = 30.0
     weights_seconds: float = 600.0
-    seeded: bool = False
     sleeps: bool = False
 
 
-class VllmEngine:
-    """Generates with a vLLM server, one request for each sample.
+class ServerEngine:
+    """Generates with a server, one request for each sample. All methods belong to one event loop.
 
-    A sample depends on the weights, the prompt and `sampling` alone only where the server takes seeds. All methods
-    belong to one event loop.
+    A sample depends on the weights, the prompt and `sampling` alone only where the server takes seeds. What is asked while
+    the server is paused waits here, so that an abort finds it.
     """
 
     def __init__(
         self,
         calls: HttpCalls,
+        dialect: Dialect,
         eos_token_ids: Collection[int],
-        limits: VllmLimits,
+        limits: ServerLimits,
         process: ServerProcess | None = None,
     ):
-        self._calls, self._eos, self._limits = calls, frozenset(eos_token_ids), limits
+        self._calls, self._dialect = calls, dialect
+        self._eos, self._limits = frozenset(eos_token_ids), limits
         self.process = process
         self._version = -1
         self._running: set[asyncio.Task[Completion]] = set()
+        self._given_up: set[asyncio.Task[Completion]] = set()
+        self._held: set[asyncio.Future[bool]] = set()  # samples that wait for the server to go on
+        self._farewells: set[asyncio.Task[None]] = set()
+        self._stopped = False  # the server was told to stop between two tokens
         self._paused = self._asleep = self._weights_asleep = self._updating = self._closed = False
         self._torn: str | None = None
         self._gate = asyncio.Lock()  # of what changes the server's state
@@ -63,7 +152,7 @@ class VllmEngine:
 
     async def set_version(self, version: int) -> None:
         """Say what the weights are called that the server has now."""
-        await self._ask("/update_weight_version", {"new_version": str(version)})
+        await self._dialect.set_version(self._ask, version)
         self._version = version
 
     # Generation
@@ -83,7 +172,7 @@ class VllmEngine:
                 for completion in sorted(found, key=lambda c: (len(c.token_ids), c.index)):
                     yield completion
         finally:
-            for task in tasks:  # a request whose connection is closed is given up by the server
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._running -= tasks
@@ -95,9 +184,19 @@ class VllmEngine:
             raise EngineError(f"{self._calls.name} has no whole weights: {self._torn}")
 
     async def _sample(self, token_ids: Sequence[int], sampling: SamplingParams, index: int) -> Completion:
-        body = request_of(token_ids, sampling, index, self._eos, seeded=self._limits.seeded)
+        if not await self._may_go():
+            return _aborted(index)
+        name = uuid.uuid4().hex
+        body = self._dialect.request_of(token_ids, sampling, index, self._eos, name)
         try:
-            reply = await self._calls.ask(GENERATE, body, seconds=None)  # its deadline is the caller's
+            reply = await self._calls.ask(self._dialect.generate_path, body, seconds=None)  # the caller's deadline
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task in self._given_up:
+                task.uncancel()
+                return _aborted(index)
+            self._say_farewell(name)
+            raise
         except EngineLostError as error:
             if self._closed:
                 return _aborted(index)
@@ -106,17 +205,53 @@ class VllmEngine:
             if error.status < 500:
                 raise
             raise self._lost(EngineLostError(str(error))) from error  # its scheduler died, not this request
-        return completion_of(reply, index, self._eos, self._calls.name)
+        return self._dialect.completion_of(reply, index, sampling, self._eos, self._calls.name)
+
+    async def _may_go(self) -> bool:
+        """Wait while the server is stopped; False where an abort ended the wait."""
+        while self._stopped:
+            turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            self._held.add(turn)
+            try:
+                if not await turn:
+                    return False
+            finally:
+                self._held.discard(turn)
+        return True
+
+    def _let_go(self, goes_on: bool) -> None:
+        for turn in self._held:
+            if not turn.done():
+                turn.set_result(goes_on)
+
+    def _say_farewell(self, name: str) -> None:
+        async def tell() -> None:
+            with suppress(EngineError):
+                await self._dialect.give_up(self._ask, name)
+
+        if not self._closed:
+            task = asyncio.create_task(tell())
+            self._farewells.add(task)
+            task.add_done_callback(self._farewells.discard)
 
     async def abort(self) -> None:
         """End what is in flight now; requests that come meanwhile are not meant."""
         meant = set(self._running)
-        deadline = time.monotonic() + self._limits.answer_seconds
+        self._let_go(False)
+        await asyncio.sleep(0)
+        start = time.monotonic()
         while waiting := [task for task in meant if not task.done()]:
             # A request may still be on its way to the scheduler when it is told to end all it knows: tell it again.
-            await self._ask("/abort_requests", {})
+            await self._dialect.abort(self._ask)
             await asyncio.wait(waiting, timeout=_ABORT_AGAIN_SECONDS)
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if self._stopped and waited > _GIVE_UP_SECONDS:  # the server got them as it stopped: they have no token yet
+                self._given_up |= set(waiting)
+                for task in waiting:
+                    task.cancel()
+                await asyncio.wait(waiting)
+                self._given_up -= set(waiting)
+            elif waited > self._limits.answer_seconds:
                 raise EngineLostError(
                     f"{self._calls.name}: {len(waiting)} requests did not end within {self._limits.answer_seconds:g} s "
                     "of an abort"
@@ -125,10 +260,19 @@ class VllmEngine:
     # State
 
     async def pause(self) -> None:
-        """Stop between two tokens; what is in flight keeps its place."""
+        """Stop between two tokens; what is in flight keeps its tokens."""
         async with self._gate:
-            await self._ask("/pause", params={"mode": "keep", "clear_cache": "false"})
+            await self._stop()
             self._paused = True
+
+    async def _stop(self) -> None:
+        self._stopped = True
+        try:
+            await self._dialect.pause(self._ask)
+        except EngineError:
+            self._stopped = False
+            self._let_go(True)
+            raise
 
     async def resume(self) -> None:
         """Go on, unless the weights are not whole or the engine sleeps: then nothing may be generated."""
@@ -138,7 +282,9 @@ class VllmEngine:
 
     async def _go_on(self) -> None:
         if not (self._paused or self._asleep or self._torn is not None):
-            await self._ask("/resume")
+            await self._dialect.resume(self._ask)
+            self._stopped = False
+            self._let_go(True)
 
     async def sleep(self) -> None:
         if any(not task.done() for task in self._running):
@@ -147,9 +293,10 @@ class VllmEngine:
             if self._asleep:
                 return
             if self._limits.sleeps:
-                await self._ask("/sleep", params={"level": 1}, seconds=self._limits.weights_seconds)
+                self._stopped = True
+                await self._dialect.sleep(self._ask, self._limits.weights_seconds)
             else:
-                await self._ask("/pause", params={"mode": "keep", "clear_cache": "false"})
+                await self._stop()
             self._asleep = True
             self._weights_asleep = self._limits.sleeps
 
@@ -161,13 +308,13 @@ class VllmEngine:
             if part == "weights":
                 return
             if self._limits.sleeps:
-                await self._ask("/wake_up", params={"tags": "kv_cache"}, seconds=self._limits.weights_seconds)
+                await self._dialect.wake(self._ask, "kv", self._limits.weights_seconds)
             self._asleep = False
             await self._go_on()
 
     async def _wake_weights(self) -> None:
         if self._weights_asleep:
-            await self._ask("/wake_up", params={"tags": "weights"}, seconds=self._limits.weights_seconds)
+            await self._dialect.wake(self._ask, "weights", self._limits.weights_seconds)
             self._weights_asleep = False
 
     async def receive(self, offer: Offer) -> None:
@@ -184,7 +331,7 @@ class VllmEngine:
             self._updating = True
             try:
                 await self._wake_weights()
-                await self._ask("/pause", params={"mode": "keep", "clear_cache": "false"})
+                await self._stop()
                 await self._take(offer)
                 self._torn, self._version = None, offer.version
             finally:
@@ -193,26 +340,17 @@ class VllmEngine:
                     await self._go_on()
 
     async def _take(self, offer: Offer) -> None:
-        update = {"offer": offer.to_json()}
         seconds = self._limits.weights_seconds
-        await self._ask("/start_weight_update", seconds=seconds)
-        await self._ask("/update_weights", {"update_info": {**update, "check_only": True}}, seconds=seconds)
-        self._torn = f"the update to version {offer.version} broke off half-way; push a whole version"
-        try:
-            await self._ask("/update_weights", {"update_info": update}, seconds=seconds)
-            await self._ask("/finish_weight_update", {"weight_version": str(offer.version)}, seconds=seconds)
-            await self._forget_keys_and_values()
-        except EngineLostError:
-            raise
-        except EngineError:
-            await self.abort()
-            raise
-
-    async def _forget_keys_and_values(self) -> None:
-        """Those of the old weights; requests in flight have theirs computed anew."""
-        reply = await self._ask("/reset_prefix_cache", params={"reset_running_requests": "true"})
-        if not (reply or {}).get("success"):
-            raise EngineError(f"{self._calls.name} can't let go of keys and values of the old weights")
+        with ExitStack() as held:
+            await self._dialect.check(self._ask, offer, held, seconds)
+            self._torn = f"the update to version {offer.version} broke off half-way; push a whole version"
+            try:
+                await self._dialect.load(self._ask, offer, seconds)
+            except EngineLostError:
+                raise
+            except EngineError:
+                await self.abort()
+                raise
 
     # Life
 
@@ -225,8 +363,7 @@ class VllmEngine:
             raise EngineError(f"{self._calls.name} has no whole weights: {self._torn}")
         if self._updating:
             return  # the update has a deadline of its own, and its workers answer nothing else meanwhile
-        await self._ask("/health", method="GET")
-        await self._ask("/is_paused", method="GET")  # goes through to the scheduler, which `/health` does not ask
+        await self._dialect.health(self._ask)
 
     async def wait_until_ready(self, seconds: float) -> None:
         """Return once the server serves; raises `EngineError` with the end of its log where it does not come up."""
@@ -235,7 +372,7 @@ class VllmEngine:
             if self.process is not None and not self.process.is_alive:
                 raise EngineError(f"{self._calls.name} did not start: {self.process.tail()}")
             with suppress(EngineError):
-                await self._calls.ask("/health", seconds=5.0, method="GET")
+                await self._calls.ask(self._dialect.ready_path, seconds=5.0, method="GET")
                 return
             if time.monotonic() > deadline:
                 log = "" if self.process is None else f"; its log ends with: {self.process.tail()}"
@@ -255,20 +392,23 @@ class VllmEngine:
         self._closed = True
         if self.process is None:
             with suppress(EngineError):
-                await self._ask("/resume")
+                await self._dialect.resume(self._ask)
         else:
             await asyncio.to_thread(self.process.close)
+        self._let_go(False)
+        for task in self._farewells:
+            task.cancel()
         await self._calls.close()
 
     async def _ask(
         self,
         path: str,
-        body: dict[str, object] | None = None,
+        body: Mapping[str, Any] | None = None,
         *,
         seconds: float | None = None,
-        params: dict[str, object] | None = None,
+        params: Mapping[str, Any] | None = None,
         method: str = "POST",
-    ) -> dict[str, object] | None:
+    ) -> Any:
         try:
             wait = seconds or self._limits.answer_seconds
             return await self._calls.ask(path, body, seconds=wait, params=params, method=method)
@@ -283,7 +423,5 @@ class VllmEngine:
 
 
 def _aborted(index: int) -> Completion:
-    import numpy as np
-
     nothing = np.zeros(0, dtype=np.int32)
     return Completion(index, nothing, nothing.astype(np.float32), nothing, Status.ABORTED, "abort")

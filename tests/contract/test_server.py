@@ -1,4 +1,4 @@
-"""A vLLM server gets new weights, and dies: what it then computes, and who notices."""
+"""A server (vLLM, SGLang) gets new weights, and dies: what it then computes, and who notices. See conftest.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -14,9 +13,7 @@ import pytest
 import torch
 
 from treadle.errors import EngineError, EngineLostError
-from treadle.rollout.engines.http_calls import HttpCalls
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
-from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLimits, connect_vllm, start_vllm
 from treadle.types import SamplingParams
 from treadle.weights import SentWeights
 from treadle.weights.disk import DiskSender
@@ -110,19 +107,23 @@ def run(main, seconds=240.0):
     return asyncio.run(asyncio.wait_for(main, seconds))
 
 
-@pytest.mark.parametrize("kind", SENDERS)
-def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, vllm_address, wide_model_dir, tmp_path):
-    """With a head tied to the embeddings, which a CPU server packs a copy of."""
+@pytest.mark.parametrize("transport", SENDERS)
+def test_after_every_push_logprobs_are_those_of_the_new_weights(
+    transport, server_kind, client_of, shared_server, wide_model_dir, tmp_path
+):
+    """With a head tied to the embeddings, of which a CPU server may keep a copy."""
+    address, _ = shared_server(server_kind)
+    client = client_of(server_kind, wide_model_dir)
 
     async def main():
         model = load(wide_model_dir)
-        engine = VllmEngine(HttpCalls.to(vllm_address, "vllm"), {0}, VllmLimits(CONTEXT))
+        engine = client.engine(address, server_kind)
         await engine.set_version(0)
         try:
-            await push_and_compare(engine, model, SENDERS[kind], tmp_path)
+            await push_and_compare(engine, model, SENDERS[transport], tmp_path)
         finally:
             await engine.close()
-        after = VllmEngine(HttpCalls.to(vllm_address, "vllm"), {0}, VllmLimits(CONTEXT))
+        after = client.engine(address, server_kind)
         sender = ShmSender(sent(load(wide_model_dir)))
         await after.receive(sender.offer(0))  # as the other tests want it
         sender.close()
@@ -131,10 +132,14 @@ def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, vllm_addre
     run(main())
 
 
-def test_a_server_of_somebody_else_is_reached_and_left_running(vllm_address):
+def test_a_server_of_somebody_else_is_reached_and_left_running(
+    server_kind, client_of, connect_server, shared_server, wide_model_dir
+):
+    address, _ = shared_server(server_kind)
+
     async def main():
         for _ in range(2):
-            engine = await connect_vllm(vllm_address, {0}, VllmLimits(CONTEXT), seconds=20)
+            engine = await connect_server(server_kind)(address, client_of(server_kind, wide_model_dir), seconds=20)
             await engine.set_version(0)
             assert len(await generate(engine, n=2)) == 2
             await engine.close()
@@ -142,16 +147,18 @@ def test_a_server_of_somebody_else_is_reached_and_left_running(vllm_address):
     run(main())
 
 
-def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
+def test_the_life_of_a_server(server_kind, client_of, start_server, launch_server, make_wide_model, tmp_path):
     """One server and its successor: pushes of an untied model, kill -9 with requests in flight, a hang, the end."""
     folder = make_wide_model(tied=False)
-    launch = launch_vllm(folder)
+    launch = launch_server(server_kind, folder)
     notes: list[str] = []
-    limits = VllmLimits(CONTEXT, answer_seconds=20)
+
+    def start(name):
+        return start_server(server_kind)(launch, client_of(server_kind, folder, answer_seconds=20), name)
 
     async def main():
         model = load(folder)
-        first = await start_vllm(launch, {0}, limits, "engine 0")
+        first = await start("engine 0")
         await first.set_version(0)
         await assert_serves(first, model, 0)
         await push_and_compare(first, model, SENDERS["shm"], tmp_path)
@@ -161,7 +168,7 @@ def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
         await first.receive(offer)
 
         async def again(index):
-            engine = await start_vllm(launch, {0}, limits, f"engine {index}")
+            engine = await start(f"engine {index}")
             await engine.receive(offer)
             return engine
 
@@ -186,11 +193,9 @@ def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
         (seat,) = pool._seats
         engine = seat.engine
         group = engine.process.process.pid
-        quick = VllmEngine(
-            HttpCalls.to(engine.address, "engine 0"), {0}, replace(limits, answer_seconds=2), engine.process
-        )
+        quick = client_of(server_kind, folder, answer_seconds=2).engine(engine.address, "engine 0", engine.process)
         os.killpg(group, signal.SIGSTOP)
-        with pytest.raises(EngineLostError, match=r"engine 0 did not answer /health within 2 s"):
+        with pytest.raises(EngineLostError, match=r"engine 0 did not answer /\w+ within 2 s"):
             await quick.health()
         os.killpg(group, signal.SIGCONT)
         engine.process.close()
