@@ -16,6 +16,7 @@ from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.types import SamplingParams
 from treadle.weights import SentWeights
+from treadle.weights.broadcast import BroadcastSender
 from treadle.weights.disk import DiskSender
 from treadle.weights.shm import ShmSender
 
@@ -128,6 +129,26 @@ def test_after_every_push_logprobs_are_those_of_the_new_weights(
         await after.receive(sender.offer(0))  # as the other tests want it
         sender.close()
         await after.close()
+
+    run(main())
+
+
+def test_a_broadcast_reaches_an_sglang_server(client_of, shared_server, wide_model_dir):
+    """By way of its client, which is the rank of the group."""
+    address, _ = shared_server("sglang")
+
+    async def main():
+        model, before = load(wide_model_dir), load(wide_model_dir)
+        change(model)
+        engine = client_of("sglang", wide_model_dir).engine(address, "sglang")
+        await engine.set_version(0)
+        for version, weights in ((1, model), (2, before)):  # the last one as the other tests want it
+            sender = BroadcastSender(sent(weights), 1, timeout_seconds=60)
+            offer = sender.offer(version)
+            await asyncio.gather(engine.receive(offer), asyncio.to_thread(sender.deliver))
+            await assert_serves(engine, weights, version)
+            sender.close()
+        await engine.close()
 
     run(main())
 

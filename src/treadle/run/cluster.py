@@ -342,7 +342,7 @@ def _transport(config: Config, places: Places, folder: Path) -> TransportPlan:
     if name == "auto":
         name = "shm" if places.on_one_node else "disk" if is_server(config) else "broadcast"
     folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
-    nccl = places.uses_gpus and not cluster.colocate
+    nccl = places.uses_gpus and not cluster.colocate and not is_server(config)  # its client takes it, on the CPU
     return TransportPlan(
         name, cluster.num_engines, folder.absolute(), host=places.train[0].node_ip, backend="nccl" if nccl else "gloo"
     )

@@ -72,7 +72,7 @@ class _Slot:
             _reserve(self.descriptor, self.path.parent, self.size)
         except OSError as error:
             self.remove()
-            raise EngineError(_no_room(self.path.parent, self.size, error)) from error
+            raise EngineError(_no_room(self.path.parent.parent, self.size, error)) from error
         self.memory = mmap.mmap(self.descriptor, self.size)
 
     def is_read(self) -> bool:

@@ -39,6 +39,7 @@ def test_a_plain_run_with_vllm_has_no_findings(findings):
 
 def test_a_plain_run_with_sglang_has_no_findings(findings):
     assert findings(**SGLANG, engine_python="p", sglang={"mem_fraction_static": 0.4}, weight_transport="shm") == ""
+    assert "does not reach" not in findings(**SGLANG, weight_transport="broadcast", runtime="ray")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from treadle.rollout.engines.sglang_engine.launch import arguments_of, check_int
 from treadle.rollout.engines.sglang_engine.replies import completion_of, request_of
 from treadle.types import SamplingParams, Status
 from treadle.weights import SentWeights
+from treadle.weights.broadcast import BroadcastSender
 from treadle.weights.shm import ShmSender
 
 SECONDS = 30.0
@@ -243,6 +244,45 @@ def test_a_damaged_file_is_refused_before_the_server_hears_of_it(model_dir, send
         await engine.health()
 
     assert "/update_weights_from_disk" not in paths(told(model_dir, fine, use))
+
+
+def test_a_broadcast_is_taken_here_and_handed_on_as_a_file(model_dir):
+    tensors = {"a": torch.arange(6.0).view(2, 3)}
+    sender = BroadcastSender(SentWeights(tensors), 1, timeout_seconds=20)
+    read = []
+
+    def answers(path, body):
+        if path == "/update_weights_from_disk":
+            read.append(load_file(Path(body["model_path"]) / "model.safetensors")["a"])
+        return fine(path, body)
+
+    async def use(engine):
+        for version in (4, 5):
+            tensors["a"] += 1
+            await asyncio.gather(engine.receive(sender.offer(version)), asyncio.to_thread(sender.deliver))
+            assert engine.version == version
+        await engine.close()
+
+    told(model_dir, answers, use)
+    sender.close()
+    assert [float(found[0, 0]) for found in read] == [1.0, 2.0]
+
+
+def test_a_broadcast_that_does_not_fit_is_refused_for_all_and_the_server_does_not_hear_of_it(model_dir):
+    sender = BroadcastSender(SentWeights({"a": torch.zeros(3, 2)}), 1, timeout_seconds=20)
+
+    async def use(engine):
+        offer = sender.offer(4)
+        found = await asyncio.gather(engine.receive(offer), asyncio.to_thread(sender.deliver), return_exceptions=True)
+        assert all(isinstance(error, EngineError) for error in found)
+        assert "weight 'a'" in str(found[0])
+        assert "refused version 4" in str(found[1])
+        await engine.health()
+        await engine.close()
+
+    asked = paths(told(model_dir, fine, use))
+    sender.close()
+    assert "/update_weights_from_disk" not in asked
 
 
 def test_while_the_server_reads_the_file_nobody_writes_over_it(model_dir, sender):

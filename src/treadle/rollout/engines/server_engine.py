@@ -91,15 +91,20 @@ class Dialect(Protocol):
         """Ask for something that only a scheduler that works can answer."""
         ...
 
-    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> None:
+    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> Offer:
         """Raise `EngineError` where the server could not take what is offered; nothing has changed then.
 
-        What must stay until the weights are loaded goes into `held`.
+        The offer that the server is to load: the same, or where the weights lie by then. What must stay until they are
+        loaded goes into `held`.
         """
         ...
 
     async def load(self, ask: Ask, offer: Offer, seconds: float) -> None:
         """Load what was checked and forget all keys and values; what fails here leaves a model that is not whole."""
+        ...
+
+    def close(self) -> None:
+        """Free what was kept between updates."""
         ...
 
 
@@ -342,10 +347,10 @@ class ServerEngine:
     async def _take(self, offer: Offer) -> None:
         seconds = self._limits.weights_seconds
         with ExitStack() as held:
-            await self._dialect.check(self._ask, offer, held, seconds)
+            found = await self._dialect.check(self._ask, offer, held, seconds)
             self._torn = f"the update to version {offer.version} broke off half-way; push a whole version"
             try:
-                await self._dialect.load(self._ask, offer, seconds)
+                await self._dialect.load(self._ask, found, seconds)
             except EngineLostError:
                 raise
             except EngineError:
@@ -398,6 +403,7 @@ class ServerEngine:
         self._let_go(False)
         for task in self._farewells:
             task.cancel()
+        self._dialect.close()
         await self._calls.close()
 
     async def _ask(

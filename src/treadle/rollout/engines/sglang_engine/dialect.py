@@ -2,7 +2,7 @@
 
 New weights go through `/update_weights_from_disk`: the server reads a folder of safetensors as it did at its start. So it
 needs nothing of Treadle, and what is offered is checked here: names, shapes and dtypes against the model's own files,
-and every byte against its checksum.
+and every byte against its checksum. What comes as a broadcast is taken here and made into such a folder.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from treadle.rollout.engines.http_calls import RefusedError
 from treadle.rollout.engines.server_engine import Ask
 from treadle.rollout.engines.sglang_engine.replies import GENERATE, completion_of, request_of
 from treadle.types import Completion, SamplingParams
-from treadle.weights import Offer, WeightSpec, check_specs
+from treadle.weights import Offer, WeightSpec, broadcast, check_specs
 from treadle.weights.offered import expected_specs, folder_of, opened
+from treadle.weights.relay import Relay
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ class ServedModel:
         return expected_specs(self.folder, self.dtype, self.tied)
 
 
-@dataclass(frozen=True)
 class SglangDialect:
-    """The dialect of a server of one model."""
+    """The dialect of one server, whose model this is."""
 
-    model: ServedModel
-    generate_path: str = GENERATE
-    ready_path: str = "/ready"
+    generate_path = GENERATE
+    ready_path = "/ready"
+
+    def __init__(self, model: ServedModel):
+        self.model = model
+        self._relay: Relay | None = None
 
     def request_of(
         self, token_ids: Sequence[int], sampling: SamplingParams, index: int, eos_token_ids: Collection[int], name: str
@@ -85,9 +88,17 @@ class SglangDialect:
     async def health(self, ask: Ask) -> None:
         await ask("/server_info", method="GET")  # asks the scheduler; `/health` would generate, which a pause forbids
 
-    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> None:
-        check_specs(offer.specs, await asyncio.to_thread(lambda: self.model.specs))
+    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> Offer:
+        specs = await asyncio.to_thread(lambda: self.model.specs)
+        if (
+            offer.transport == broadcast.NAME
+        ):  # it says to all ranks what does not fit: no other one sends or waits then
+            if self._relay is None:
+                self._relay = await asyncio.to_thread(Relay, specs)
+            offer = await asyncio.to_thread(self._relay.receive, offer)
+        check_specs(offer.specs, specs)
         await asyncio.to_thread(held.enter_context, opened(offer, verify=True))
+        return offer
 
     async def load(self, ask: Ask, offer: Offer, seconds: float) -> None:
         update = {
@@ -102,3 +113,8 @@ class SglangDialect:
             raise EngineError(f"{error}; see the server's log") from error
         if not (isinstance(reply, Mapping) and reply.get("success") is True):
             raise EngineError(f"the SGLang server did not load version {offer.version}: {str(reply)[:300]}")
+
+    def close(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None

@@ -60,11 +60,12 @@ class VllmDialect:
         await ask("/health", method="GET")
         await ask("/is_paused", method="GET")  # goes through to the scheduler, which `/health` does not ask
 
-    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> None:
+    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> Offer:
         """Treadle's plugin in the server checks, in every worker its own part."""
         await ask("/start_weight_update", seconds=seconds)
         update = {"offer": offer.to_json(), "check_only": True}
         await ask("/update_weights", {"update_info": update}, seconds=seconds)
+        return offer
 
     async def load(self, ask: Ask, offer: Offer, seconds: float) -> None:
         await ask("/update_weights", {"update_info": {"offer": offer.to_json()}}, seconds=seconds)
@@ -72,3 +73,6 @@ class VllmDialect:
         reply = await ask("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if not (reply or {}).get("success"):
             raise EngineError("the vLLM server can't let go of keys and values of the old weights")
+
+    def close(self) -> None:
+        """Nothing is kept."""
