@@ -14,7 +14,8 @@ import torch
 
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
-from treadle.types import SamplingParams
+from treadle.rollout.engines.sglang_engine import dialect as sglang_dialect
+from treadle.types import SamplingParams, Status
 from treadle.weights import SentWeights
 from treadle.weights.broadcast import BroadcastSender
 from treadle.weights.disk import DiskSender
@@ -153,6 +154,33 @@ def test_a_broadcast_reaches_an_sglang_server(client_of, shared_server, wide_mod
     run(main())
 
 
+def test_a_push_that_sglang_can_not_load_ends_what_runs_and_the_next_one_heals(
+    client_of, shared_server, wide_model_dir, tmp_path, monkeypatch
+):
+    address, _ = shared_server("sglang")
+
+    async def main():
+        model = load(wide_model_dir)
+        engine = client_of("sglang", wide_model_dir).engine(address, "sglang")
+        await engine.set_version(0)
+        sender = ShmSender(sent(model))
+        flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
+        await asyncio.sleep(0.3)
+        with monkeypatch.context() as patch:
+            patch.setattr(sglang_dialect, "folder_of", lambda offer: tmp_path / "gone")
+            with pytest.raises(EngineError, match=r"update_weights_from_disk"):
+                await engine.receive(sender.offer(1))
+        assert {completion.status for completion in await flying} == {Status.ABORTED}
+        with pytest.raises(EngineError, match=r"no whole weights: the update to version 1 broke off"):
+            await generate(engine)
+        await engine.receive(sender.offer(1))
+        await assert_serves(engine, model, 1)
+        await engine.close()
+        sender.close()
+
+    run(main())
+
+
 def test_a_server_of_somebody_else_is_reached_and_left_running(
     server_kind, client_of, connect_server, shared_server, wide_model_dir
 ):
@@ -196,8 +224,8 @@ def test_the_life_of_a_server(server_kind, client_of, start_server, launch_serve
         pool = EnginePool([first], again, PoolLimits(1.0, 25.0, 2), notes.append)
         flying = [asyncio.create_task(generate(pool, SamplingParams(200, ignore_eos=True), 2)) for _ in range(3)]
         await asyncio.sleep(0.3)
-        (server,) = psutil.Process(first.process.process.pid).children()
-        server.kill()
+        of_guard = psutil.Process(first.process.process.pid).children()
+        next(process for process in of_guard if str(folder) in process.cmdline()).kill()
         for completions in await asyncio.gather(*flying):
             assert sorted(c.index for c in completions) == [0, 1]
             for completion in completions:

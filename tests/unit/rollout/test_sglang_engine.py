@@ -304,12 +304,13 @@ def test_while_the_server_reads_the_file_nobody_writes_over_it(model_dir, sender
 
 
 def test_after_an_update_that_broke_off_nothing_is_generated_until_a_whole_one(model_dir, sender):
-    fails = [True]
+    updates = []
 
     def answers(path, body):
-        if path == "/update_weights_from_disk" and fails.pop():
-            return 400, '{"success": false, "message": "out of memory"}'
-        fails.append(False)
+        if path == "/update_weights_from_disk":
+            updates.append(body)
+            if len(updates) == 1:
+                return 400, '{"success": false, "message": "out of memory"}'
         return fine(path, body)
 
     async def one(engine):

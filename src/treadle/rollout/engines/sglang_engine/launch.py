@@ -85,11 +85,11 @@ def arguments_of(launch: ServerLaunch, port: int) -> list[str]:
 
 def kv_tokens(launch: ServerLaunch) -> int:
     """How many tokens' keys and values there is room for."""
-    config = load_config(launch.model_path).get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * DTYPES[launch.dtype].itemsize
+    shape = load_config(launch.model_path).get_text_config()
+    heads = shape.num_attention_heads
+    kv_heads = getattr(shape, "num_key_value_heads", None) or heads
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    token_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * DTYPES[launch.dtype].itemsize
     return int(launch.kv_cache_gib * 2**30) // token_bytes
 
 
