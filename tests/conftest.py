@@ -109,10 +109,10 @@ def make_wide_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFacto
     import torch
     from transformers import AutoConfig, LlamaForCausalLM
 
-    def make(*, tied: bool) -> Path:
+    def make(*, tied: bool, num_key_value_heads: int = 1) -> Path:
         folder = tmp_path_factory.mktemp("wide_llama")
-        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-        config = AutoConfig.from_pretrained(tiny_model_dir, tie_word_embeddings=tied, **sizes)
+        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": num_key_value_heads}
+        config = AutoConfig.from_pretrained(tiny_model_dir, tie_word_embeddings=tied, head_dim=32, **sizes)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             LlamaForCausalLM(config).save_pretrained(folder)

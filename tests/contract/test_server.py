@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import importlib
+import json
+import multiprocessing
 import os
 import signal
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.rollout.engines.sglang_engine import dialect as sglang_dialect
+from treadle.run.exchange import exchange
 from treadle.types import SamplingParams, Status
-from treadle.weights import SentWeights
+from treadle.weights import Offer, SentWeights
 from treadle.weights.broadcast import BroadcastSender
 from treadle.weights.disk import DiskSender
 from treadle.weights.shm import ShmSender
@@ -26,9 +35,11 @@ pytestmark = pytest.mark.engines
 CONTEXT = 256
 PROMPT = [5, 9, 30, 7, 61]
 SAMPLED = SamplingParams(24, ignore_eos=True)
+BUCKET_BYTES = 3000  # far less than most of the weights
 SENDERS = {
     "shm": lambda weights, folder: ShmSender(weights),
-    "disk": lambda weights, folder: DiskSender(weights, folder),
+    "disk": lambda weights, folder: DiskSender(weights, folder, max_shard_bytes=30_000),
+    "broadcast": lambda weights, folder: BroadcastSender(weights, 1, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0),
 }
 
 
@@ -67,41 +78,49 @@ async def assert_serves(engine, model, version) -> None:
         assert set(completion.weight_versions.tolist()) == {version}
 
 
-async def push_and_compare(engine, model, sender_of, folder) -> None:
+async def push(engine, sender, version) -> None:
+    """Both ends; raises what the engine says, or else the sender."""
+    offer = sender.offer(version)
+    for error in await exchange(offer.transport, engine.receive(offer), partial(asyncio.to_thread, sender.deliver)):
+        raise error
+
+
+async def push_and_compare(engine, model, sender_of, folder, base=0) -> None:
     """New weights, the same version again, a push that is refused, one more; requests are in flight all the time."""
     sender = sender_of(sent(model), folder / "weights")
     try:
-        for version in (1, 1, 2, 5):
+        for version in (base + 1, base + 1, base + 2, base + 5):
             flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
             await asyncio.sleep(0.3)
             if version != engine.version:
                 change(model)
-            await engine.receive(sender.offer(version))
+            await push(engine, sender, version)
             await assert_serves(engine, model, version)
             for completion in await flying:
                 first_new = int((completion.weight_versions < version).sum())
                 assert gap(model, completion, first_new) < 1e-4
-            await refused(engine, model, folder, version + 1)
+            await refused(engine, model, sender_of, folder, version + 1)
             await assert_serves(engine, model, version)
     finally:
         sender.close()
 
 
-async def refused(engine, model, folder, version) -> None:
-    """A weight too few, one of another shape, and a file that is gone: the old weights stay whole."""
+async def refused(engine, model, sender_of, folder, version) -> None:
+    """A weight too few, one of another shape, and a trainer that is gone: the old weights stay whole."""
     names = dict(model.named_parameters())
     lacking = {name: weight for name, weight in names.items() if "layers.1.mlp.up" not in name}
     bent = {name: weight[:-1] if name.endswith("q_proj.weight") else weight for name, weight in names.items()}
-    for weights, message in ((lacking, "up_proj.*not sent"), (bent, "q_proj.*is sent, the engine has")):
-        sender = ShmSender(SentWeights(weights))
+    for i, (weights, message) in enumerate(((lacking, "up_proj.*not sent"), (bent, "q_proj.*is sent, the engine has"))):
+        sender = sender_of(SentWeights(weights), folder / f"refused-{version}-{i}")
         with pytest.raises(EngineError, match=message):
-            await engine.receive(sender.offer(version))
+            await push(engine, sender, version)
         sender.close()
-    sender = ShmSender(sent(model))
+    sender = sender_of(sent(model), folder / f"gone-{version}")
     offer = sender.offer(version)
     sender.close()
-    with pytest.raises(EngineError, match="is the trainer gone"):
-        await engine.receive(offer)
+    quick = replace(offer, where={**offer.where, "timeout_seconds": 2.0})
+    with pytest.raises(EngineError, match=r"is the trainer gone|can't be read|has no version|refused|timed out"):
+        await engine.receive(quick)
     await engine.health()
 
 
@@ -109,49 +128,151 @@ def run(main, seconds=240.0):
     return asyncio.run(asyncio.wait_for(main, seconds))
 
 
-@pytest.mark.parametrize("transport", SENDERS)
-def test_after_every_push_logprobs_are_those_of_the_new_weights(
-    transport, server_kind, client_of, shared_server, wide_model_dir, tmp_path
-):
-    """With a head tied to the embeddings, of which a CPU server may keep a copy."""
-    address, _ = shared_server(server_kind)
+@pytest.fixture
+def with_shared(server_kind, client_of, shared_server, wide_model_dir):
+    """`with_shared(use)`: run `use(engine, model)` on the server of all tests, whose first weights then come back."""
+
     client = client_of(server_kind, wide_model_dir)
+    address, _ = shared_server(server_kind)
+
+    def run_it(use):
+        async def main():
+            model = load(wide_model_dir)
+            engine = client.engine(address, server_kind)
+            await engine.set_version(0)
+            try:
+                await use(engine, model)
+            finally:
+                await engine.close()
+                after = client.engine(address, server_kind)
+                sender = ShmSender(sent(load(wide_model_dir)))
+                await after.receive(sender.offer(0))
+                sender.close()
+                await after.close()
+
+        run(main())
+
+    return run_it
+
+
+@pytest.mark.parametrize("kind", SENDERS)
+def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, with_shared, tmp_path):
+    """With a head tied to the embeddings, of which a CPU server may keep a copy."""
+    with_shared(lambda engine, model: push_and_compare(engine, model, SENDERS[kind], tmp_path))
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """`trainer(do, **fields)`: ask a trainer in a process of its own; what it answers, None where it dies instead."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    context = multiprocessing.get_context("spawn")
+    channel, theirs = context.Pipe()
+    process = context.Process(target=importlib.import_module("weight_trainer").serve, args=(theirs,))
+    process.start()
+    theirs.close()
+
+    def ask(do, **fields):
+        channel.send_bytes(json.dumps({"do": do, **fields}).encode())
+        try:
+            assert channel.poll(60), "no answer"
+            return json.loads(channel.recv_bytes())
+        except EOFError:
+            return None
+
+    yield ask
+    process.kill()
+    process.join(20)
+    channel.close()
+
+
+@pytest.mark.parametrize("server_kind", ["vllm"], indirect=True)  # SGLang hears of whole weights only
+def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(trainer, with_shared, tmp_path):
+    """SIGKILL when the queries of a layer are out and its values are not; the next whole push makes it serve again."""
+    file = tmp_path / "weights.safetensors"
+
+    async def use(engine, model):
+        change(model)
+        save_file({name: weight.detach().clone() for name, weight in model.named_parameters()}, file)
+        given = {"kind": "broadcast", "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
+        assert trainer("start", **given) is None
+        assert trainer("die_at", name="model.layers.1.self_attn.v_proj.weight") is None
+        offer = Offer.from_json(trainer("offer", version=1))
+        flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
+        await asyncio.sleep(0.3)
+        died, caught = await asyncio.gather(
+            asyncio.to_thread(trainer, "deliver"), engine.receive(offer), return_exceptions=True
+        )
+        assert died is None
+        assert isinstance(caught, EngineError)
+        assert "\n" not in str(caught)
+        assert {completion.stop_reason for completion in await flying} == {"abort"}
+        for refused in (generate(engine), engine.health()):
+            with pytest.raises(EngineError, match=r"no whole weights.*version 1"):
+                await refused
+        change(model)
+        sender = SENDERS["broadcast"](sent(model), tmp_path)
+        try:
+            for version in (2, 3):
+                await push(engine, sender, version)
+                await assert_serves(engine, model, version)
+                change(model)
+        finally:
+            sender.close()
+
+    with_shared(use)
+
+
+def test_every_worker_of_a_divided_server_receives(
+    launch_server, start_server, client_of, make_wide_model, monkeypatch
+):
+    """Tensor parallel over two workers: two ranks of one broadcast, each of which keeps its part."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each worker wants a NUMA node of its own
+    folder = make_wide_model(tied=False, num_key_value_heads=2)
+    launch = launch_server("vllm", folder)
+    launch = replace(launch, gpus=2, arguments={**launch.arguments, "distributed-executor-backend": "mp"})
 
     async def main():
-        model = load(wide_model_dir)
-        engine = client.engine(address, server_kind)
-        await engine.set_version(0)
+        model = load(folder)
+        engine = await start_server("vllm")(launch, client_of("vllm", folder))
         try:
-            await push_and_compare(engine, model, SENDERS[transport], tmp_path)
+            assert await engine.num_workers() == 2
+            sender = BroadcastSender(sent(model), 2, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0)
+            for version in (1, 2):
+                change(model)
+                await push(engine, sender, version)
+                await assert_serves(engine, model, version)
+            sender.close()
         finally:
             await engine.close()
-        after = client.engine(address, server_kind)
-        sender = ShmSender(sent(load(wide_model_dir)))
-        await after.receive(sender.offer(0))  # as the other tests want it
+
+    run(main(), 600)
+
+
+@pytest.mark.parametrize("server_kind", ["sglang"], indirect=True)
+def test_a_trainer_killed_while_it_broadcasts_leaves_sglang_with_its_old_weights(trainer, with_shared, tmp_path):
+    """All weights come to its client first, and the server hears of whole ones only."""
+    file = tmp_path / "weights.safetensors"
+
+    async def use(engine, model):
+        changed = copy.deepcopy(model)
+        change(changed)
+        save_file({name: weight.detach().clone() for name, weight in changed.named_parameters()}, file)
+        given = {"kind": "broadcast", "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
+        assert trainer("start", **given) is None
+        assert trainer("die_at", name="model.layers.1.self_attn.v_proj.weight") is None
+        offer = Offer.from_json(trainer("offer", version=1))
+        died, caught = await asyncio.gather(
+            asyncio.to_thread(trainer, "deliver"), engine.receive(offer), return_exceptions=True
+        )
+        assert died is None
+        assert isinstance(caught, EngineError)
+        await assert_serves(engine, model, 0)
+        sender = SENDERS["broadcast"](sent(changed), tmp_path)
+        await push(engine, sender, 2)
+        await assert_serves(engine, changed, 2)
         sender.close()
-        await after.close()
 
-    run(main())
-
-
-def test_a_broadcast_reaches_an_sglang_server(client_of, shared_server, wide_model_dir):
-    """By way of its client, which is the rank of the group."""
-    address, _ = shared_server("sglang")
-
-    async def main():
-        model, before = load(wide_model_dir), load(wide_model_dir)
-        change(model)
-        engine = client_of("sglang", wide_model_dir).engine(address, "sglang")
-        await engine.set_version(0)
-        for version, weights in ((1, model), (2, before)):  # the last one as the other tests want it
-            sender = BroadcastSender(sent(weights), 1, timeout_seconds=60)
-            offer = sender.offer(version)
-            await asyncio.gather(engine.receive(offer), asyncio.to_thread(sender.deliver))
-            await assert_serves(engine, weights, version)
-            sender.close()
-        await engine.close()
-
-    run(main())
+    with_shared(use)
 
 
 def test_a_push_that_sglang_can_not_load_ends_what_runs_and_the_next_one_heals(
@@ -210,10 +331,11 @@ def test_the_life_of_a_server(server_kind, client_of, start_server, launch_serve
         first = await start("engine 0")
         await first.set_version(0)
         await assert_serves(first, model, 0)
-        await push_and_compare(first, model, SENDERS["shm"], tmp_path)
+        for i, (kind, sender_of) in enumerate(SENDERS.items()):
+            await push_and_compare(first, model, sender_of, tmp_path / kind, 10 * i)
 
         sender = ShmSender(sent(model))
-        offer = sender.offer(6)
+        offer = sender.offer(60)
         await first.receive(offer)
 
         async def again(index):
@@ -224,7 +346,7 @@ def test_the_life_of_a_server(server_kind, client_of, start_server, launch_serve
         pool = EnginePool([first], again, PoolLimits(1.0, 25.0, 2), notes.append)
         flying = [asyncio.create_task(generate(pool, SamplingParams(200, ignore_eos=True), 2)) for _ in range(3)]
         await asyncio.sleep(0.3)
-        of_guard = psutil.Process(first.process.process.pid).children()
+        of_guard = psutil.Process(first.process.process.pid).children()  # the guard's own watcher is another one
         (server,) = (p for p in of_guard if not any("process_guard" in word for word in p.cmdline()))
         server.kill()
         for completions in await asyncio.gather(*flying):
@@ -232,9 +354,9 @@ def test_the_life_of_a_server(server_kind, client_of, start_server, launch_serve
             for completion in completions:
                 assert len(completion.token_ids) == 200
                 assert gap(model, completion) < 1e-4
-                assert set(completion.weight_versions.tolist()) == {6}
+                assert set(completion.weight_versions.tolist()) == {60}
         assert any("engine 0 is lost" in note for note in notes)
-        assert any("back with the weights of version 6" in note for note in notes)
+        assert any("back with the weights of version 60" in note for note in notes)
         await pool_hangs(pool)
         await pool.close()
         sender.close()

@@ -154,12 +154,16 @@ def test_several_engines_by_every_transport(run_ray: Callable[..., Path], local_
     assert weights(run_ray(transport, *flags)) == weights(local_run)
 
 
-@pytest.mark.parametrize("method", ["generate", "receive", ""])
+@pytest.mark.parametrize(
+    ("method", "transport"), [("generate", "auto"), ("receive", "auto"), ("", "auto"), ("generate", "broadcast")]
+)
 def test_an_engine_that_is_killed_costs_nothing(
-    run_ray: Callable[..., Path], local_run: Path, find_workers: Callable[..., list[Any]], method: str
+    run_ray: Callable[..., Path], local_run: Path, find_workers: Callable[..., list[Any]], method: str, transport: str
 ) -> None:
+    """By `broadcast`, which no new engine can read the weights of, it waits until they are sent again."""
     kill = kill_when(lambda: find_workers("EngineActor", method))
-    folder = run_ray("killed", "--rollout-num-gpus", "2", "--save-interval", "4", meanwhile=kill)
+    flags = ("--rollout-num-gpus", "2", "--save-interval", "4", "--weight-transport", transport)
+    folder = run_ray("killed", *flags, meanwhile=kill)
     assert drawn(folder) == every_prompt_once()
     assert weights(folder) == weights(local_run)
 

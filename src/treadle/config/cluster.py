@@ -52,8 +52,9 @@ class ClusterSection(Section):
         "wait",
         description="Requests in flight when new weights come: wait for them, pause them between two tokens, or redo them.",
     )
-    weight_transport: Literal["auto", "shm", "disk", "disk-delta", "broadcast"] = Field(
-        "auto", description="How weights reach the engines; `auto` is shm on one node, broadcast between nodes."
+    weight_transport: Literal["auto", "shm", "disk", "disk-delta", "broadcast", "cuda_ipc"] = Field(
+        "auto",
+        description="How weights reach the engines; `auto` is shm on one node, broadcast between nodes. cuda_ipc needs engine and trainer on one GPU.",
     )
     weight_folder: str | None = Field(
         None, description="Folder of the disk transports, seen by all nodes; `weights` in the run folder by default."

@@ -102,6 +102,23 @@ def transport_has_its_place(config: Config) -> Iterator[Finding]:
         )
 
 
+def handles_stay_on_one_gpu(config: Config) -> Iterator[Finding]:
+    cluster = config.cluster
+    if cluster.weight_transport != "cuda_ipc":
+        return
+    if config.model.device == "cpu":
+        yield fault("weight_transport = cuda_ipc hands over GPU memory and device = cpu has none; take shm")
+    if cluster.runtime == "ray" and not cluster.colocate:
+        yield fault(
+            "weight_transport = cuda_ipc without colocate: engines are on other GPUs than the trainer; take broadcast"
+        )
+    if cluster.runtime == "ray" and cluster.num_train_workers > 1:
+        yield fault(
+            f"weight_transport = cuda_ipc with {cluster.num_train_workers} train workers: their shards are put together "
+            "in host memory; take shm or broadcast"
+        )
+
+
 def ray_is_started_or_joined(config: Config) -> Iterator[Finding]:
     cluster = config.cluster
     if cluster.runtime != "ray" or cluster.ray_address is None:
@@ -133,6 +150,7 @@ CLUSTER_RULES: tuple[Rule, ...] = (
     publish_meets_requests,
     old_samples_are_corrected,
     transport_has_its_place,
+    handles_stay_on_one_gpu,
     ray_is_started_or_joined,
     training_from_files_is_on_time,
 )

@@ -63,14 +63,11 @@ def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
 
 def servers_receive_by_their_transports(config: Config) -> Iterator[Finding]:
     transport, kind = config.cluster.weight_transport, config.rollout.rollout_engine
-    if kind not in NAMES or transport not in ("broadcast", "disk-delta"):
-        return
-    if kind == "sglang" and transport == "broadcast" and config.cluster.runtime == "ray":
-        return  # a worker of Ray takes it and hands it on
-    yield fault(
-        f"weight_transport = {transport} does not reach servers of {NAMES[kind]}; take shm (one machine) or disk (a shared "
-        "folder)"
-    )
+    if transport in {"vllm": ("disk-delta",), "sglang": ("disk-delta", "cuda_ipc")}.get(kind, ()):
+        yield fault(
+            f"weight_transport = {transport} does not reach servers of {NAMES[kind]}; take shm (one machine), broadcast (a "
+            "network) or disk (a shared folder)"
+        )
 
 
 ENGINE_RULES: tuple[Rule, ...] = (

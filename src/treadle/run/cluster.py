@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from treadle.errors import DeadlineError, EngineLostError, WorkerLostError
 from treadle.metrics import Metric, metric
 from treadle.rollout.engines.pool import PUBLISH_TRIES
 from treadle.run import build
+from treadle.run.exchange import exchange
 from treadle.run.lease import FreeLease, Holder, Lease
 from treadle.run.loop import Collection, Schedule, train_loop
 from treadle.run.notes import Note
@@ -29,7 +31,6 @@ from treadle.run.ray_rollout import Glance, RolloutActor
 from treadle.run.ray_train import TrainGroup
 from treadle.run.record import Outputs, Record
 from treadle.run.rollouts import saved_rollout
-from treadle.run.servers import is_server
 from treadle.run.session import Session, finish, open_outputs, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.run.worker_setup import WorkerSetup
@@ -151,10 +152,8 @@ class ClusterParts:
         for tries_left in reversed(range(PUBLISH_TRIES)):
             await self._ask_rollout("prepare", self.config.cluster.on_publish)
             offer = await self.trainer.offer(version)
-            results = await asyncio.gather(
-                self._ask_rollout("receive", offer), self.trainer.deliver(version), return_exceptions=True
-            )
-            errors = [result for result in results if isinstance(result, BaseException)]
+            receiving = self._ask_rollout("receive", offer)
+            errors = await exchange(offer["transport"], receiving, partial(self.trainer.deliver, version))
             if not errors:
                 return
             lost = any(isinstance(error, EngineLostError) for error in errors)
@@ -165,8 +164,12 @@ class ClusterParts:
     async def _publish_again(self) -> None:
         """Give the engines' current version to one that was started anew, unless the trainer has moved on."""
         async with self._publishing:
-            if not self._trainer_ahead:
-                await self._exchange(self._version)
+            if self._trainer_ahead:
+                return
+            if self._trainer_asleep and self.trainer is not None:  # and awake it stays, until the next rollout
+                await self.trainer.wake()
+                self._trainer_asleep = False
+            await self._exchange(self._version)
 
     async def _watched(self, ref: Any, what: str) -> Any:
         """The result of a long call of the rollout worker, which keeps the deadline; what it says meanwhile is shown."""
@@ -281,7 +284,8 @@ class _Attempt:
             parts = self._parts = ClusterParts(config, schedule, self.outputs, workers)
             stack.push_async_callback(parts.close)
             if workers.rollout is not None and workers.trainer is not None:
-                plan = _transport(config, places, self.outputs.folder.path)
+                receivers = await _ask(workers.rollout.num_receivers.remote(), "the number of engines", CLOSE_SECONDS)
+                plan = _transport(config, places, receivers, self.outputs.folder.path)
                 await workers.trainer.connect(plan)
             await parts.publish(schedule.start_rollout_id)
             progress.start(schedule.num_rollout, schedule.start_rollout_id)
@@ -335,17 +339,18 @@ def _start_workers(session: Session, places: Places, teacher: str | None) -> Wor
     return Workers(places, rollout, trainer)
 
 
-def _transport(config: Config, places: Places, folder: Path) -> TransportPlan:
+def _transport(config: Config, places: Places, receivers: int, folder: Path) -> TransportPlan:
     """The transport of this run; `auto` is shared memory on one node, else a broadcast."""
     cluster = config.cluster
     name = cluster.weight_transport
     if name == "auto":
-        name = "shm" if places.on_one_node else "disk" if is_server(config) else "broadcast"
+        name = "shm" if places.on_one_node else "broadcast"
     folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
-    nccl = places.uses_gpus and not cluster.colocate and not is_server(config)  # its client takes it, on the CPU
-    return TransportPlan(
-        name, cluster.num_engines, folder.absolute(), host=places.train[0].node_ip, backend="nccl" if nccl else "gloo"
-    )
+    on_cpu = config.rollout.rollout_engine == "sglang"  # there the servers' clients take it
+    nccl = places.uses_gpus and not cluster.colocate and not on_cpu
+    elsewhere = config.engine.rollout_external_engine_addrs or not places.on_one_node
+    host = places.train[0].node_ip if elsewhere else "127.0.0.1"
+    return TransportPlan(name, receivers, folder.absolute(), host=host, backend="nccl" if nccl else "gloo")
 
 
 async def _end(workers: Workers) -> None:

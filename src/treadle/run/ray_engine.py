@@ -42,20 +42,23 @@ class EngineActor:
         assert self._engine is not None, "start first"
         return self._engine
 
-    async def start(self) -> None:
-        """Load the model; it generates only after its first weights."""
+    async def start(self) -> int:
+        """Load the model; it generates only after its first weights. How many processes of it receive them."""
         config = self._setup.config
         if is_server(config):
             codec = await asyncio.to_thread(load_codec, self._setup.model_path)
             logs = Path(tempfile.mkdtemp(prefix="treadle-engine-"))
-            self._engine = await open_server(config, ServerPlace(self._setup.model_path, codec, logs), self._index)
-            return
+            server = self._engine = await open_server(
+                config, ServerPlace(self._setup.model_path, codec, logs), self._index
+            )
+            return await server.num_workers()
 
         def load() -> TorchEngine:
             model = build.load_policy(config, self._setup.model_path, trainable=False)
             return build.open_torch_engine(config, model, load_codec(self._setup.model_path))
 
         self._engine = await asyncio.to_thread(load)
+        return 1
 
     async def generate(self, token_ids: tuple[int, ...], sampling: SamplingParams, n: int) -> list[Completion]:
         return [completion async for completion in self.engine.generate(token_ids, sampling, n)]

@@ -47,6 +47,7 @@ class RolloutActor:
         self._setup, self._config, self._places = setup, setup.config, places
         self._codec = load_codec(setup.model_path)
         self._notes = Notes()
+        self._num_workers: dict[int, int] = {}  # by engine
         self._stack = AsyncExitStack()
         self._phase: tuple[str, int, int] | None = None
         self._source: PromptSource | None = None
@@ -94,7 +95,7 @@ class RolloutActor:
         seconds = cluster.worker_start_timeout_seconds
         if is_server(self._config):
             seconds += self._config.engine.engine_start_timeout_seconds
-        await ask_engine(actor.start.remote(), name, "its start", seconds)
+        self._num_workers[index] = await ask_engine(actor.start.remote(), name, "its start", seconds)
         return RemoteEngine(actor, name, cluster.health_check_timeout_seconds, cluster.train_timeout_seconds)
 
     async def _restart_engine(self, index: int) -> Engine:
@@ -106,8 +107,12 @@ class RolloutActor:
             await engine.receive(self._offer)
         elif self._offer is not None:
             self._waiting += 1
-            self._notes.note(f"engine {index} waits for weights, which come with the next publish")
         return engine
+
+    async def num_receivers(self) -> int:
+        """Processes that receive weights. An engine that did not start yet has as many as the others."""
+        known = self._num_workers.values()
+        return sum(known) + max(known, default=1) * (self._config.cluster.num_engines - len(known))
 
     # What the loop asks for
 

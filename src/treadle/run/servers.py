@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from treadle.chat import Codec
 from treadle.config import Config
-from treadle.errors import EngineLostError
+from treadle.errors import EngineError, EngineLostError
 from treadle.models.load import compute_dtype, context_length, load_config, name_of, pick_device
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.pool import PUBLISH_TRIES, EnginePool, PoolLimits
@@ -21,9 +23,10 @@ from treadle.rollout.engines.server_start import Client, ServerLaunch
 from treadle.rollout.engines.sglang_engine import SglangDialect, connect_sglang, start_sglang
 from treadle.rollout.engines.sglang_engine.dialect import ServedModel
 from treadle.rollout.engines.vllm_engine import VllmDialect, connect_vllm, start_vllm
+from treadle.run.exchange import exchange
 from treadle.weights import Offer, SentWeights
 from treadle.weights.base import WeightSender
-from treadle.weights.named import TransportPlan, open_sender
+from treadle.weights.named import HOLDS_EVERYTHING, TransportPlan, open_sender
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,9 +124,10 @@ def _launch(config: Config, place: ServerPlace, index: int) -> ServerLaunch:
 class LocalServers:
     """The servers of a run in one process, and how the trainer's weights reach them."""
 
-    def __init__(self, config: Config, place: ServerPlace, sender: WeightSender, warn: Callable[[str], None]):
-        self._config, self._place, self._sender, self._warn = config, place, sender, warn
+    def __init__(self, config: Config, place: ServerPlace, model: PreTrainedModel, warn: Callable[[str], None]):
+        self._config, self._place, self._model, self._warn = config, place, model, warn
         self._offer: Offer | None = None
+        self._sender: WeightSender | None = None
         self._pool: EnginePool | None = None
 
     @classmethod
@@ -137,12 +141,12 @@ class LocalServers:
     ) -> LocalServers:
         """Start (or reach) all servers; they have the trainer's weights after the first `publish`."""
         count = max(1, len(config.engine.rollout_external_engine_addrs))
-        sender = open_sender(_plan(config, count, place.logs), SentWeights(dict(model.named_parameters())))
-        stack.callback(sender.close)
-        servers = cls(config, place, sender, warn)
+        servers = cls(config, place, model, warn)
         engines = await asyncio.gather(*(open_server(config, place, i) for i in range(count)))
         servers._pool = EnginePool(engines, servers._start_again, pool_limits(config), warn)
         stack.push_async_callback(servers._pool.close)
+        servers._sender = await servers._open_sender(engines)
+        stack.callback(servers._sender.close)
         return servers
 
     @property
@@ -152,33 +156,83 @@ class LocalServers:
 
     async def publish(self, version: int) -> None:
         """Bring all servers to the trainer's weights; one that is lost meanwhile is started anew and offered them again."""
-        offer = await asyncio.to_thread(self._sender.offer, version)
-
-        async def apply(engine: Engine) -> None:
-            assert isinstance(engine, ServerEngine)
-            await engine.receive(offer)
-
-        for attempt in range(PUBLISH_TRIES):
+        sender = self._sender
+        assert sender is not None, "open first"
+        for tries_left in reversed(range(PUBLISH_TRIES)):
             await self.pool.prepare("wait")
-            try:
-                await self.pool.update(apply)
+            offer = await asyncio.to_thread(sender.offer, version)
+
+            async def apply(engine: Engine, offer: Offer = offer) -> None:
+                assert isinstance(engine, ServerEngine)
+                await engine.receive(offer)
+
+            errors = await exchange(offer.transport, self.pool.update(apply), lambda: asyncio.to_thread(sender.deliver))
+            if not errors:
                 break
-            except EngineLostError as error:
-                if attempt == PUBLISH_TRIES - 1:
-                    raise
-                self._warn(f"weights {version} did not reach every engine ({error}); they are sent again")
+            if not tries_left or not any(isinstance(error, EngineLostError) for error in errors):
+                raise errors[0]
+            self._warn(f"weights {version} did not reach every engine ({errors[0]}); they are sent again")
         self._offer = offer
-        self._sender.deliver()
 
     async def _start_again(self, index: int) -> Engine:
-        engine = await open_server(self._config, self._place, index)
-        if self._offer is not None:
-            await engine.receive(self._offer)
+        """A new server with the weights of the last publish.
+
+        Where an offer does not hold them they are sent to it alone. While the trainer changes them nothing is generated
+        before the next publish, so what it then reads does no harm.
+        """
+        engine, offer = await open_server(self._config, self._place, index), self._offer
+        try:
+            if offer is not None and offer.transport in HOLDS_EVERYTHING:
+                await engine.receive(offer)
+            elif offer is not None:
+                await self._send_again(engine, offer.version)
+        except BaseException:
+            await engine.close()
+            raise
         return engine
 
+    async def _send_again(self, engine: ServerEngine, version: int) -> None:
+        sender = await self._open_sender([engine])
+        try:
+            offer = await asyncio.to_thread(sender.offer, version)
+            receiving = engine.receive(offer)
+            for error in await exchange(offer.transport, receiving, lambda: asyncio.to_thread(sender.deliver)):
+                raise error
+        finally:
+            sender.close()
 
-def _plan(config: Config, count: int, folder: Path) -> TransportPlan:
-    asked = config.cluster
-    name = "shm" if asked.weight_transport == "auto" else asked.weight_transport
-    where = folder / "weights" if asked.weight_folder is None else Path(asked.weight_folder)
-    return TransportPlan(name, count, where.absolute())
+    async def _open_sender(self, engines: Sequence[ServerEngine]) -> WeightSender:
+        """The trainer's end of the transport that was asked for, to these servers."""
+        config, asked = self._config, self._config.cluster
+        workers = [await engine.num_workers() for engine in engines]
+        name = "shm" if asked.weight_transport == "auto" else asked.weight_transport
+        where = self._place.logs / "weights" if asked.weight_folder is None else Path(asked.weight_folder)
+        # A server that is started here is on the trainer's GPU, and two ranks of NCCL can't share one.
+        external = config.engine.rollout_external_engine_addrs
+        takes_it_itself = config.rollout.rollout_engine == "vllm"
+        backend = "nccl" if external and takes_it_itself and pick_device(config.model.device).type == "cuda" else "gloo"
+        plan = TransportPlan(name, sum(workers), where.absolute(), host=host_towards(external), backend=backend)
+        return open_sender(plan, SentWeights(dict(self._model.named_parameters())))
+
+
+def host_towards(addresses: Sequence[str]) -> str:
+    """This machine as servers at these addresses reach it; loopback where all of them are on it.
+
+    >>> host_towards([]), host_towards(["127.0.0.1:8000", "http://localhost:8001"])
+    ('127.0.0.1', '127.0.0.1')
+    """
+    found = "127.0.0.1"
+    for address in addresses:
+        url = urlsplit(address if "://" in address else f"http://{address}")
+        try:
+            where = socket.getaddrinfo(url.hostname, url.port or 80, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+                route.connect(where)  # of a datagram socket: nothing is sent, the way there is looked up
+                host = str(route.getsockname()[0])
+        except OSError as error:
+            raise EngineError(
+                f"{address} can't be reached from here ({error}); see --rollout-external-engine-addrs"
+            ) from error
+        if not host.startswith("127."):
+            found = host
+    return found

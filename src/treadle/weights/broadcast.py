@@ -1,18 +1,20 @@
 """Weights broadcast from the trainer to all engines, bucket by bucket: gloo between CPUs, NCCL between GPUs.
 
 The sender is rank 0 of a group of its own, apart from any group the trainer or the engine already has. The offer says
-where the group meets; whoever receives takes the next free rank, so engines need no numbers. Before the first bucket
-every rank says whether it is ready, and if one is not, all stop there. After the last bucket every rank compares a
-sum of what it has. A rank that is lost in between breaks the group: engines that were being written refuse to serve,
-and the next offer makes a new group.
+where the group meets; whoever receives takes the next free rank, so engines need no numbers. The group stays for the
+next offer, unless one that comes then was not in it: an engine that was started anew. Before the first bucket every
+rank says whether it is ready, and if one is not, all stop there. After the last bucket every rank compares a sum of
+what it has. A rank that is lost in between breaks the group: engines that were being written refuse to serve, and the
+next offer makes a new group.
 
 The meeting point has no password: use it in a network where only the run's own machines reach it.
 """
 
 from __future__ import annotations
 
+import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,19 +26,22 @@ from treadle.errors import EngineError
 from treadle.weights.base import Offer
 from treadle.weights.copying import copy_pairs
 from treadle.weights.ends import SentWeights, ServedWeights
-from treadle.weights.flat import bucket_views, buckets
+from treadle.weights.flat import Piece, bucket_views, buckets
 
 NAME = "broadcast"
 READY, REFUSED = 1, 0
+ANEW, SAME = "anew", "same"
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class BroadcastSender:
-    """The trainer's end, rank 0. `host` is this machine as the engines reach it."""
+    """The trainer's end, rank 0. `host` is this machine as the engines reach it; an engine that is divided among GPUs
+    receives in a process for each, and `num_receivers` counts those."""
 
     def __init__(
         self,
         weights: SentWeights,
-        num_engines: int,
+        num_receivers: int,
         *,
         host: str = "127.0.0.1",
         backend: str = "gloo",
@@ -45,58 +50,59 @@ class BroadcastSender:
         device: torch.device | None = None,
     ):
         self._weights = weights
-        self._num_engines, self._host, self._backend = num_engines, host, backend
+        self._num_receivers, self._host, self._backend = num_receivers, host, backend
         self._bucket_bytes, self._timeout_seconds = bucket_bytes, timeout_seconds
         self._device = device or torch.device("cuda" if backend == "nccl" else "cpu")
-        self._meeting: dict[str, Any] = {}
-        self._store: dist.TCPStore | None = None
-        self._group: _Group | None = None
-        self._offered: int | None = None
+        self._where: dict[str, Any] = {}
+        self._meeting: _Meeting | None = None
+        self._offered: Offer | None = None
 
     def offer(self, version: int) -> Offer:
         self._weights.take(version)
-        if self._store is None:
-            timeout = timedelta(seconds=self._timeout_seconds)
-            self._store = dist.TCPStore(self._host, 0, None, True, timeout, wait_for_workers=False)
-            self._meeting = {
-                "group": uuid.uuid4().hex,
+        if self._meeting is None:
+            store = _meeting_point(self._host, timedelta(seconds=self._timeout_seconds))
+            self._where = {
+                "meeting": uuid.uuid4().hex,
+                "number": 0,
                 "host": self._host,
-                "port": self._store.port,
-                "size": self._num_engines + 1,
+                "port": store.port,
+                "receivers": self._num_receivers,
                 "backend": self._backend,
                 "bucket_bytes": self._bucket_bytes,
                 "timeout_seconds": self._timeout_seconds,
             }
-        self._offered = version
-        return Offer(NAME, version, self._weights.specs, self._meeting)
+            self._meeting = _Meeting(self._where["meeting"], store, self._device)
+        self._where = {**self._where, "number": self._where["number"] + 1}
+        self._offered = Offer(NAME, version, self._weights.specs, self._where)
+        return self._offered
 
     def deliver(self) -> None:
-        assert self._store is not None, "offer first"
+        assert self._meeting is not None, "offer first"
         assert self._offered is not None, "offer first"
-        version, self._offered = self._offered, None
+        offer, self._offered = self._offered, None
+        version = offer.version
         try:
-            if self._group is None:
-                self._group = _Group(self._store, 0, self._meeting, self._device)
-            self._group.agree(version, READY)
+            group = self._meeting.group(offer.where, receives=False)
+            group.agree(version, READY)
             total = 0
-            for pieces in buckets(self._weights.specs, self._bucket_bytes):
-                buffer, views = self._group.bucket(pieces, self._weights.specs)
+            for pieces in buckets(offer.specs, self._bucket_bytes):
+                buffer, views = group.bucket(pieces, offer.specs)
                 sources = (piece.of(self._weights[piece.name]) for piece in pieces)
                 copy_pairs(zip(views, sources, strict=True))
-                self._group.broadcast(buffer)
+                group.broadcast(buffer)
                 total = _add(total, buffer)
-            self._group.agree(version, READY, total)
+            group.agree(version, READY, total)
         except _Refusal:
             raise
         except (RuntimeError, OSError) as error:
             self._leave()
             raise EngineError(
-                f"version {version} did not reach all {self._num_engines} engines in {self._timeout_seconds:g} s a step: "
+                f"version {version} did not reach all {self._num_receivers} engines in {self._timeout_seconds:g} s a step: "
                 f"{_line(error)}"
             ) from error
 
     def _leave(self) -> None:
-        self._group = self._store = None
+        self._meeting = None
 
     def close(self) -> None:
         self._leave()
@@ -107,82 +113,145 @@ class BroadcastReceiver:
 
     def __init__(self, served: ServedWeights, device: torch.device | None = None):
         self.served = served
-        self._device = device
-        self._group: _Group | None = None
+        self._device = device or next((tensor.device for tensor in served.tensors.values()), torch.device("cpu"))
+        self._intake = BroadcastIntake()
 
     def receive(self, offer: Offer) -> None:
         refusal: EngineError | None = None
         try:
             self.served.check(offer, NAME)
-        except EngineError as error:  # said to the others first: they wait for this rank
+        except EngineError as error:
             refusal = error
             if offer.transport != NAME:
                 raise
+        self._intake.enter(offer, self._device, refusal)
+        with self.served.writing(offer.version):
+            for bucket in self._intake.buckets(offer):
+                copy_pairs((piece.of(self.served.tensors[piece.name]), view) for piece, view in bucket)
+
+    def close(self) -> None:
+        self._intake.leave()
+
+
+class BroadcastIntake:
+    """A receiving rank's part in a group, whatever it does with the weights: `enter`, then `buckets` or `weights`."""
+
+    def __init__(self) -> None:
+        self._meeting: _Meeting | None = None
+        self._entered: _Group | None = None
+
+    def enter(self, offer: Offer, device: torch.device, refusal: EngineError | None = None) -> None:
+        """Join the offer's group and say whether this rank is ready; nothing has moved when this returns or raises.
+
+        A rank that refuses has to come too: the others wait for it. Raises its refusal, or that another rank refused.
+        """
         try:
-            group = self._join(offer)
+            group = self._join(offer.where, device)
             group.agree(offer.version, READY if refusal is None else REFUSED)
-            with self.served.writing(offer.version):
-                self._take(group, offer)
+            self._entered = group
         except _Refusal as error:
             raise refusal or error from None
-        except (RuntimeError, OSError) as error:  # EngineError of an update that broke off is a RuntimeError too
-            self._group = None
+        except (RuntimeError, OSError) as error:
+            self.leave()
             raise EngineError(_line(error)) from error
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"this offer names no place to meet ({error!r}): {dict(offer.where)}") from error
 
-    def _join(self, offer: Offer) -> _Group:
-        if self._group is None or self._group.name != offer.where["group"]:
-            meeting = offer.where
-            timeout = timedelta(seconds=float(meeting["timeout_seconds"]))
-            self._group = None
-            store = dist.TCPStore(str(meeting["host"]), int(meeting["port"]), None, False, timeout)
-            rank = store.add("joined", 1)
-            if rank >= int(meeting["size"]):
-                raise EngineError(f"engine number {rank} came to a broadcast for {int(meeting['size']) - 1}")
-            here = (
-                torch.device("cpu") if meeting["backend"] == "gloo" else next(iter(self.served.tensors.values())).device
+    def _join(self, where: Mapping[str, Any], device: torch.device) -> _Group:
+        if self._meeting is None or self._meeting.name != where["meeting"]:
+            self.leave()
+            timeout = timedelta(seconds=float(where["timeout_seconds"]))
+            store = dist.TCPStore(str(where["host"]), int(where["port"]), None, False, timeout)
+            self._meeting = _Meeting(
+                where["meeting"], store, torch.device("cpu") if where["backend"] == "gloo" else device
             )
-            self._group = _Group(store, rank, meeting, self._device or here)
-        return self._group
+        return self._meeting.group(where, receives=True)
 
-    def _take(self, group: _Group, offer: Offer) -> None:
-        total = 0
-        for pieces in buckets(offer.specs, int(offer.where["bucket_bytes"])):
-            buffer, views = group.bucket(pieces, offer.specs)
-            group.broadcast(buffer)
-            targets = (piece.of(self.served.tensors[piece.name]) for piece in pieces)
-            copy_pairs(zip(targets, views, strict=True))
-            total = _add(total, buffer)
-        group.agree(offer.version, READY, total)
+    def buckets(self, offer: Offer) -> Iterator[list[tuple[Piece, Tensor]]]:
+        """The pieces of each bucket, as views that the next one overwrites; at the end all ranks compare their sums.
 
-    def close(self) -> None:
-        self._group = None
+        Whoever stops before the end, or an error, breaks the group: the others then fail as well.
+        """
+        if self._entered is None:
+            raise EngineError(f"the broadcast of version {offer.version} was not entered first; push it again")
+        group, self._entered, meeting, total = self._entered, None, self._meeting, 0
+        try:
+            for pieces in buckets(offer.specs, int(offer.where["bucket_bytes"])):
+                buffer, views = group.bucket(pieces, offer.specs)
+                group.broadcast(buffer)
+                total = _add(total, buffer)
+                yield list(zip(pieces, views, strict=True))
+            group.agree(offer.version, READY, total)
+        except BaseException:
+            if self._meeting is meeting:
+                self.leave()
+            raise
+
+    def weights(self, offer: Offer, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Each weight on `device` as soon as it is whole, in memory of its own; one at a time is being put together."""
+        flat = torch.empty(0)
+        for bucket in self.buckets(offer):
+            for piece, view in bucket:
+                spec = offer.specs[piece.name]
+                if piece.start == 0:
+                    flat = torch.empty(spec.num_elements, dtype=spec.dtype, device=device)
+                piece.of(flat).copy_(view)
+                if piece.stop == spec.num_elements:
+                    yield piece.name, flat.view(spec.shape)
+
+    def leave(self) -> None:
+        self._entered = self._meeting = None
 
 
 class _Refusal(EngineError):
     """A rank was not ready; nothing has been sent."""
 
 
+class _Meeting:
+    """The store where a sender's ranks find each other, and their group of now."""
+
+    def __init__(self, name: str, store: dist.Store, device: torch.device):
+        self.name, self._store, self._device = name, store, device
+        self._group: _Group | None = None
+
+    def group(self, where: Mapping[str, Any], *, receives: bool) -> _Group:
+        """When all ranks have come: the group of the last offer, or a new one where any of them was not in it."""
+        offer, receivers = f"offer-{where['number']}", int(where["receivers"])
+        rank = self._arrive(offer, receivers) if receives else 0
+        if self._store.get(f"{offer}-all").decode() == ANEW:  # waits for it as long as the store's deadline
+            self._group = None
+            self._group = _Group(dist.PrefixStore(offer, self._store), rank, where, self._device)
+        assert self._group is not None, "only who has a group can say that it stays"
+        return self._group
+
+    def _arrive(self, offer: str, receivers: int) -> int:
+        """Take a rank; the last one to come tells all others what it finds."""
+        if self._group is None:
+            self._store.add(f"{offer}-new", 1)
+        rank = self._store.add(f"{offer}-here", 1)
+        if rank > receivers:
+            raise EngineError(f"engine number {rank} came to a broadcast for {receivers}")
+        if rank == receivers:
+            self._store.set(f"{offer}-all", ANEW if self._store.add(f"{offer}-new", 0) else SAME)
+        return rank
+
+
 class _Group:
     """A process group outside torch's default one, and the bucket it sends."""
 
-    def __init__(self, store: dist.Store, rank: int, meeting: Any, device: torch.device):
-        self.name = str(meeting["group"])
-        self._rank, self._size, self._device = rank, int(meeting["size"]), device
-        timeout = timedelta(seconds=float(meeting["timeout_seconds"]))
-        backend = str(meeting["backend"])
-        prefixed = dist.PrefixStore(self.name, store)
-        self._store = store  # the sender's is the server, and lives as long as the group
+    def __init__(self, store: dist.Store, rank: int, where: Mapping[str, Any], device: torch.device):
+        self._size, self._device = int(where["receivers"]) + 1, device
+        timeout = timedelta(seconds=float(where["timeout_seconds"]))
+        backend = str(where["backend"])
         if backend == "gloo":
-            self._group: Any = dist.ProcessGroupGloo(prefixed, rank, self._size, timeout)
+            self._group: Any = _gloo(store, rank, self._size, str(where["host"]), timeout)
         elif backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(prefixed, rank, self._size, options)
+            self._group = dist.ProcessGroupNCCL(store, rank, self._size, options)
         else:
             raise EngineError(f"broadcast knows the backends gloo and nccl, not {backend!r}")
-        self._bucket = torch.empty(int(meeting["bucket_bytes"]), dtype=torch.uint8, device=device)
+        self._bucket = torch.empty(int(where["bucket_bytes"]), dtype=torch.uint8, device=device)
 
     def bucket(self, pieces: Sequence[Any], specs: Any) -> tuple[Tensor, list[Tensor]]:
         """The bytes to send for these pieces, and a flat view of them for each piece."""
@@ -206,6 +275,26 @@ class _Group:
                 raise EngineError(
                     f"engine {rank} of {self._size - 1} has other bytes of version {version} than were sent"
                 )
+
+
+def _meeting_point(host: str, timeout: timedelta) -> dist.TCPStore:
+    """A store at a free port; one of this machine alone listens for nobody else, where torch's own would."""
+    if host not in LOOPBACK:
+        return dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+    with socket.create_server((host, 0)) as server:
+        port = server.getsockname()[1]
+        descriptor = server.detach()  # the store's from here on
+    return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def _gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    """A gloo group; on one machine it listens on loopback alone, else where GLOO_SOCKET_IFNAME or the host's name says."""
+    kind: Any = dist.ProcessGroupGloo
+    if host not in LOOPBACK:
+        return kind(store, rank, size, timeout)
+    options = kind._Options()
+    options._timeout, options._devices = timeout, [kind.create_device(hostname=host)]
+    return kind(store, rank, size, options)
 
 
 def _add(total: int, buffer: Tensor) -> int:

@@ -65,15 +65,7 @@ class CudaIpcReceiver:
 
     def receive(self, offer: Offer) -> None:
         self.served.check(offer, NAME)
-        try:
-            opened = {
-                name: _open(offer.where["handles"][name], offer.where["gpus"], spec)
-                for name, spec in offer.specs.items()
-            }
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, EngineError):
-                raise
-            raise EngineError(f"a GPU handle of version {offer.version} can't be opened: {error}") from error
+        opened = open_handles(offer)
         with self.served.writing(offer.version):
             self.served.copy(opened)
             for device in {tensor.device for tensor in opened.values() if tensor.is_cuda}:
@@ -82,6 +74,18 @@ class CudaIpcReceiver:
     def close(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
+
+
+def open_handles(offer: Offer) -> dict[str, Tensor]:
+    """The offered weights where they lie, in the trainer's memory; let go of them before it goes on."""
+    try:
+        return {
+            name: _open(offer.where["handles"][name], offer.where["gpus"], spec) for name, spec in offer.specs.items()
+        }
+    except EngineError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise EngineError(f"a GPU handle of version {offer.version} can't be opened: {error}") from error
 
 
 def _share(tensor: Tensor) -> dict[str, Any] | None:

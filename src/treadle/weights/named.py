@@ -8,6 +8,7 @@ from pathlib import Path
 
 from treadle.weights.base import WeightReceiver, WeightSender
 from treadle.weights.broadcast import BroadcastReceiver, BroadcastSender
+from treadle.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from treadle.weights.disk import DiskReceiver, DiskSender
 from treadle.weights.disk_delta import DeltaReceiver, DeltaSender
 from treadle.weights.ends import SentWeights, ServedWeights
@@ -15,22 +16,23 @@ from treadle.weights.shm import ShmReceiver, ShmSender
 
 HOLDS_EVERYTHING = ("shm", "disk", "disk-delta")
 """Transports whose offer an engine can take at any time after it was made, without the sender."""
+DELIVERS_AFTER = ("cuda_ipc",)
+"""Transports whose sender holds on to the weights until every engine has them: it delivers when they have received."""
 
 
 @dataclass(frozen=True)
 class TransportPlan:
-    """Which transport, and what its ends need: `host` is the trainer as engines reach it, `backend` of a broadcast."""
+    """Which transport, and what its ends need: `host` is the trainer as engines reach it, `backend` of a broadcast.
+
+    `num_receivers` counts processes: a server that divides its model among GPUs has one for each of them.
+    """
 
     name: str
-    num_engines: int
+    num_receivers: int
     folder: Path
     host: str = "127.0.0.1"
     backend: str = "gloo"
     timeout_seconds: float = 120.0
-
-    @property
-    def holds_everything(self) -> bool:
-        return self.name in HOLDS_EVERYTHING
 
 
 def open_sender(plan: TransportPlan, weights: SentWeights) -> WeightSender:
@@ -41,9 +43,11 @@ def open_sender(plan: TransportPlan, weights: SentWeights) -> WeightSender:
         return DiskSender(weights, plan.folder)
     if plan.name == "disk-delta":
         return DeltaSender(weights, plan.folder)
+    if plan.name == "cuda_ipc":
+        return CudaIpcSender(weights)
     assert plan.name == "broadcast", plan.name
     return BroadcastSender(
-        weights, plan.num_engines, host=plan.host, backend=plan.backend, timeout_seconds=plan.timeout_seconds
+        weights, plan.num_receivers, host=plan.host, backend=plan.backend, timeout_seconds=plan.timeout_seconds
     )
 
 
@@ -53,6 +57,7 @@ def open_receiver(name: str, served: ServedWeights) -> WeightReceiver:
         "shm": ShmReceiver,
         "disk": DiskReceiver,
         "disk-delta": DeltaReceiver,
+        "cuda_ipc": CudaIpcReceiver,
         "broadcast": BroadcastReceiver,
     }
     return kinds[name](served)

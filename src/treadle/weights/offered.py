@@ -16,6 +16,7 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec
+from treadle.weights.cuda_ipc import open_handles
 from treadle.weights.disk import find, open_offered
 from treadle.weights.shm import map_offer
 from treadle.weights.version_folders import name_of
@@ -25,18 +26,24 @@ HEAD = "lm_head.weight"
 
 @contextmanager
 def opened(offer: Offer, *, verify: bool) -> Iterator[Mapping[str, Tensor]]:
-    """The offered weights, mapped from where they lie; they stay there meanwhile. `verify` compares checksums too."""
-    if offer.transport == "shm":
-        tensors = map_offer(offer, verify=verify)
-        try:
-            yield tensors
-        finally:
-            tensors.clear()  # kept until here: with its last tensor the map lets go of the file
-    elif offer.transport == "disk":
+    """The offered weights, mapped from where they lie; they stay there meanwhile. `verify` compares checksums too, where
+    there are any."""
+    if offer.transport == "disk":
         with open_offered(offer, verify=verify) as tensors:
             yield tensors
+        return
+    if offer.transport == "shm":
+        tensors = map_offer(offer, verify=verify)
+    elif offer.transport == "cuda_ipc":
+        tensors = open_handles(offer)
     else:
-        raise EngineError(f"weights are offered by {offer.transport!r}; a server takes shm and disk")
+        raise EngineError(
+            f"weights are offered by {offer.transport!r}; a server takes shm, disk, broadcast and cuda_ipc"
+        )
+    try:
+        yield tensors
+    finally:
+        tensors.clear()  # kept until here: with its last tensor the map lets go of the file
 
 
 def folder_of(offer: Offer) -> Path:

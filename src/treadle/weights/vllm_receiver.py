@@ -3,14 +3,16 @@
 An update is three requests: start, then `update_weights` twice with the same offer, then finish. The first one only
 checks (every worker its own part, before any of them changes), the second one loads. What fails in the first leaves
 the old weights whole; what fails in the second leaves a model that must not serve until a whole update has come.
+For a broadcast the first request is where all ranks say that they are ready, the second one takes the buckets.
 
+Where a server divides its model among several workers, each of them receives all weights, and is a rank of its own.
 vLLM splits and joins the weights of a checkpoint itself (fused projections, tensor parallelism, packed layouts of CPU
 kernels), so they are given to its own loader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from treadle.errors import EngineError
+from treadle.weights import broadcast
 from treadle.weights.base import Offer, WeightSpec, check_specs
 from treadle.weights.offered import expected_specs, opened
 
@@ -51,6 +55,7 @@ class TreadleWeights(WeightTransferEngine[NoInit, OfferedWeights]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
         self._expected: Mapping[str, WeightSpec] | None = None
+        self._intake = broadcast.BroadcastIntake()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
@@ -67,16 +72,32 @@ class TreadleWeights(WeightTransferEngine[NoInit, OfferedWeights]):
     def receive_weights(self, update_info: OfferedWeights) -> None:
         """Check the offer, or load it."""
         offer = Offer.from_json(update_info.offer)
-        check_specs(offer.specs, self._specs())
-        with opened(offer, verify=update_info.check_only) as tensors:
-            if not update_info.check_only:
-                self._load(tensors)
+        if offer.transport != broadcast.NAME:
+            check_specs(offer.specs, self._specs())
+            with opened(offer, verify=update_info.check_only) as tensors:
+                if not update_info.check_only:
+                    self._load(iter(tensors.items()))
+        elif update_info.check_only:
+            self._intake.enter(offer, self.device, self._refusal(offer))
+        else:
+            self._load(self._intake.weights(offer, self.device))
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+    def _refusal(self, offer: Offer) -> EngineError | None:
+        try:
+            check_specs(offer.specs, self._specs())
+        except EngineError as error:
+            return error
+        return None
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         with torch.no_grad():
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(tensors.items()))
-            finalize_layerwise_reload(self.model, self.model_config)
+            try:
+                self.model.load_weights(weights)
+                if (left := next(weights, None)) is not None:  # asked for anyway: it is how a broadcast ends
+                    raise EngineError(f"vLLM's loader stopped before {left[0]!r}; can it load this model?")
+            finally:  # vLLM keeps what came of a layer, and would add the next update to it
+                finalize_layerwise_reload(self.model, self.model_config)
             refresh_prepacked_heads(self.model)
 
     def _specs(self) -> Mapping[str, WeightSpec]:
@@ -89,7 +110,7 @@ class TreadleWeights(WeightTransferEngine[NoInit, OfferedWeights]):
         """Nothing to do: `update_weights` left a whole model or raised."""
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        self._intake.leave()
 
 
 def refresh_prepacked_heads(model: torch.nn.Module) -> None:

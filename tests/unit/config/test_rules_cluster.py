@@ -14,6 +14,15 @@ FAULTS = [
         "critic_num_nodes × critic_num_gpus_per_node = 3 critic workers can't be divided",
     ),
     ({"runtime": "ray", "max_lag": 1, "debug_rollout_only": True}, "needs both halves of the loop"),
+    (
+        {"runtime": "ray", "colocate": True, "weight_transport": "cuda_ipc", "device": "cpu"},
+        "weight_transport = cuda_ipc hands over GPU memory and device = cpu has none",
+    ),
+    ({"runtime": "ray", "weight_transport": "cuda_ipc"}, "weight_transport = cuda_ipc without colocate"),
+    (
+        {"runtime": "ray", "colocate": True, "weight_transport": "cuda_ipc", "actor_num_nodes": 2},
+        "weight_transport = cuda_ipc with 2 train workers",
+    ),
 ]
 WARNINGS = [
     ({"rollout_num_gpus": 2, "colocate": True}, "rollout_num_gpus, colocate do nothing with runtime = local"),
@@ -32,6 +41,7 @@ FINE = [
     {"runtime": "ray", "colocate": True, "rollout_num_gpus": 1, "offload_train": False},
     {"runtime": "ray", "max_lag": 2, "on_publish": "pause", "rollout_correction": "tis"},
     {"runtime": "ray", "weight_transport": "disk", "weight_folder": "/x"},
+    {"runtime": "ray", "colocate": True, "weight_transport": "cuda_ipc"},
     {"runtime": "ray", "critic_num_nodes": 1, "colocate": True, "rollout_num_gpus": 2},
 ]
 

@@ -74,9 +74,10 @@ class Losable:
 
 @pytest.fixture
 def pooled(tiny_model, tiny_codec):
-    """`pooled(use, count=2, limits=QUIET, starts=True)`: run `use(pool, engines, notes)`; `engines` grows by restarts."""
+    """`pooled(use, count=2, limits=QUIET, starts=True)`: run `use(pool, engines, notes)`; `engines` grows by restarts,
+    with the weights of the other engine or, where `bare`, none of the run."""
 
-    def run(use, *, count=2, limits=QUIET, starts=True):
+    def run(use, *, count=2, limits=QUIET, starts=True, bare=False):
         async def main():
             def make():
                 return Losable(TorchEngine(tiny_model, tiny_codec, EngineLimits(64, 1 << 28)))
@@ -87,7 +88,7 @@ def pooled(tiny_model, tiny_codec):
                 if not starts:
                     raise EngineError("no memory")
                 engines.append(make())
-                engines[-1].engine.set_version(engines[1 - index].version)
+                engines[-1].engine.set_version(-1 if bare else engines[1 - index].version)
                 return engines[-1]
 
             pool = EnginePool(engines[:count], start, limits, notes.append)
@@ -138,6 +139,42 @@ def test_a_lost_engine_costs_no_sample_and_gives_none_twice(pooled):
     assert redone == 3
     assert "engine 1 is lost (its process died)" in notes[0]
     assert "engine 1 is back" in notes[-1]
+
+
+def test_an_engine_started_anew_generates_only_with_weights_of_the_run(pooled):
+    """It waits for the publish that its transport needs, and so do its prompts."""
+
+    async def use(pool, engines, notes):
+        async def apply(engine):
+            engine.engine.set_version(3)
+
+        running = asyncio.create_task(complete(pool, [5]))
+        await asyncio.sleep(0.02)
+        engines[0].is_lost.set()
+        while len(engines) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert engines[1].served == []
+        await pool.prepare("wait")
+        await pool.update(apply)
+        return await running, notes
+
+    completions, notes = pooled(use, count=1, bare=True)
+    assert {v for c in completions for v in c.weight_versions.tolist()} == {3}
+    assert notes[-1] == "engine 0 is back and waits for weights"
+
+
+def test_a_lost_engine_comes_before_what_others_say_of_it(pooled):
+    """An exchange that all take part in fails everywhere when one is lost; that one is the reason to try again."""
+
+    async def use(pool, engines, notes):
+        async def apply(engine):
+            raise EngineLostError("gone") if engine is engines[1] else EngineError("a peer closed the connection")
+
+        with pytest.raises(EngineLostError, match="gone"):
+            await pool.update(apply)
+
+    pooled(use)
 
 
 def test_an_engine_that_does_not_answer_is_taken_for_dead(pooled):

@@ -1,5 +1,7 @@
+import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,7 +87,7 @@ def test_bytes_that_differ_after_all_are_noticed(weights, monkeypatch, served_li
     sender = BroadcastSender(SentWeights(weights), 1, timeout_seconds=20.0, bucket_bytes=4096)
     receiver = BroadcastReceiver(served_like(weights))
     assert push(sender, [receiver], 1) == [None, None]
-    group = receiver._group
+    group = receiver._intake._meeting._group
     assert group is not None
     honest = group.broadcast
 
@@ -103,9 +105,52 @@ def test_bytes_that_differ_after_all_are_noticed(weights, monkeypatch, served_li
     sender.close()
 
 
-def test_an_unknown_backend_is_refused(weights):
+def test_an_unknown_backend_is_refused(weights, served_like):
     sender = BroadcastSender(SentWeights(weights), 1, backend="pigeon", device=torch.device("cpu"), timeout_seconds=5.0)
-    sender.offer(1)
-    with pytest.raises(EngineError, match="gloo and nccl, not 'pigeon'"):
-        sender.deliver()
+    said = push(sender, [BroadcastReceiver(served_like(weights))], 1)
+    assert said[0] is not None
+    assert "gloo and nccl, not 'pigeon'" in said[0]
+    assert said[1] is not None
+    sender.close()
+
+
+def test_an_engine_that_was_started_anew_takes_the_place_of_the_old_one(weights, served_like):
+    sender = BroadcastSender(SentWeights(weights), 2, timeout_seconds=20.0, bucket_bytes=4096)
+    receivers = [BroadcastReceiver(served_like(weights)) for _ in range(2)]
+    assert push(sender, receivers, 1) == [None] * 3
+    for version in (2, 3):
+        receivers[version % 2].close()
+        receivers[version % 2] = BroadcastReceiver(served_like(weights))
+        weights["a"].add_(1)
+        assert push(sender, receivers, version) == [None] * 3
+        assert all(torch.equal(r.served.tensors["a"], weights["a"]) for r in receivers)
+    sender.close()
+
+
+def test_an_engine_may_receive_from_several_senders_in_turn(weights, served_like):
+    senders = [BroadcastSender(SentWeights(weights), 1, timeout_seconds=20.0, bucket_bytes=4096) for _ in range(2)]
+    receiver = BroadcastReceiver(served_like(weights))
+    for version in range(1, 5):
+        weights["a"].add_(1)
+        assert push(senders[version % 2], [receiver], version) == [None] * 2
+        assert torch.equal(receiver.served.tensors["a"], weights["a"])
+    for sender in senders:
+        sender.close()
+
+
+def test_on_one_machine_it_meets_where_no_other_machine_reaches(weights):
+    sender = BroadcastSender(SentWeights(weights), 1)
+    where = sender.offer(1).where
+    assert where["host"] == "127.0.0.1"
+    with socket.create_connection(("127.0.0.1", where["port"]), 2):
+        pass
+    port = f"{where['port']:04X}"
+    listening = [
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        if Path(table).exists()
+        for line in Path(table).read_text().splitlines()
+        if line.split()[3] == "0A"
+    ]
+    assert {address for address in listening if address.endswith(f":{port}")} <= {f"0100007F:{port}"}
     sender.close()

@@ -101,11 +101,14 @@ class EnginePool:
                 self.num_redone += 1
 
     async def _pick(self) -> tuple[_Seat, Engine]:
-        """The engine with the fewest samples in flight; waits until one serves. The deadline is the caller's."""
+        """The engine with the fewest samples in flight; waits until one serves. The deadline is the caller's.
+
+        One that was started anew and waits for the next publish (its version is -1) has other weights than the run's.
+        """
         while True:
             if self._failure is not None:
                 raise self._failure
-            serving = [seat for seat in self._seats if seat.engine is not None]
+            serving = [seat for seat in self._seats if seat.engine is not None and seat.engine.version >= 0]
             if self._open and serving:
                 seat = min(serving, key=lambda s: (s.load, s.index))
                 assert seat.engine is not None
@@ -182,7 +185,8 @@ class EnginePool:
             except EngineError as error:
                 self._note(f"engine {seat.index} did not start ({error}); try {seat.restarts}")
                 continue
-            self._note(f"engine {seat.index} is back with the weights of version {engine.version}")
+            has = f"with the weights of version {engine.version}" if engine.version >= 0 else "and waits for weights"
+            self._note(f"engine {seat.index} is back {has}")
             seat.engine = engine
             self._tell()
             return
@@ -216,11 +220,11 @@ class EnginePool:
             if isinstance(result, EngineLostError):
                 self._lose(seat, engine, result)
                 losses.append(result)
+        if losses and raises_losses:  # what the others say then may be no more than that
+            raise losses[0]
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, EngineLostError):
                 raise result
-        if losses and raises_losses:
-            raise losses[0]
 
     async def abort(self) -> None:
         await self._each(lambda engine: engine.abort())

@@ -91,6 +91,10 @@ class Dialect(Protocol):
         """Ask for something that only a scheduler that works can answer."""
         ...
 
+    async def num_workers(self, ask: Ask) -> int:
+        """Ranks that the server is in a broadcast of weights."""
+        ...
+
     async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> Offer:
         """Raise `EngineError` where the server could not take what is offered; nothing has changed then.
 
@@ -159,6 +163,10 @@ class ServerEngine:
         """Say what the weights are called that the server has now."""
         await self._dialect.set_version(self._ask, version)
         self._version = version
+
+    async def num_workers(self) -> int:
+        """Ranks that the server is in a broadcast of weights."""
+        return await self._dialect.num_workers(self._ask)
 
     # Generation
 

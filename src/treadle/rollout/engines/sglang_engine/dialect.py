@@ -88,6 +88,10 @@ class SglangDialect:
     async def health(self, ask: Ask) -> None:
         await ask("/server_info", method="GET")  # asks the scheduler; `/health` would generate, which a pause forbids
 
+    async def num_workers(self, ask: Ask) -> int:
+        """One, whatever the server divides its model among: the relay here."""
+        return 1
+
     async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> Offer:
         specs = await asyncio.to_thread(lambda: self.model.specs)
         if (

@@ -60,6 +60,14 @@ class VllmDialect:
         await ask("/health", method="GET")
         await ask("/is_paused", method="GET")  # goes through to the scheduler, which `/health` does not ask
 
+    async def num_workers(self, ask: Ask) -> int:
+        """Processes that the server divides its model among; each of them receives weights."""
+        reply = await ask("/get_world_size", method="GET")
+        try:
+            return int((reply or {})["world_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"the vLLM server does not say how many workers it has: {reply}") from error
+
     async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> Offer:
         """Treadle's plugin in the server checks, in every worker its own part."""
         await ask("/start_weight_update", seconds=seconds)

@@ -1,0 +1,104 @@
+"""Servers on a GPU take weights from this process: by handles on the same GPU, by NCCL from another one, through host memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from treadle.errors import EngineError
+from treadle.rollout.engines.server_engine import ServerLimits
+from treadle.rollout.engines.server_start import Client, ServerLaunch
+from treadle.rollout.engines.sglang_engine import SglangDialect, start_sglang
+from treadle.rollout.engines.sglang_engine.dialect import ServedModel
+from treadle.rollout.engines.vllm_engine import VllmDialect, start_vllm
+from treadle.run.exchange import exchange
+from treadle.types import SamplingParams
+from treadle.weights import SentWeights
+from treadle.weights.broadcast import BroadcastSender
+from treadle.weights.cuda_ipc import CudaIpcSender
+from treadle.weights.shm import ShmSender
+
+pytestmark = [
+    *(pytest.mark.gpu, pytest.mark.engines, pytest.mark.timeout(900)),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
+
+CONTEXT = 256
+PROMPT = [5, 9, 30, 7, 61]
+SENDERS = {
+    "cuda_ipc": lambda weights: CudaIpcSender(weights),
+    "nccl": lambda weights: BroadcastSender(
+        weights, 1, backend="nccl", bucket_bytes=1 << 16, timeout_seconds=30.0, device=torch.device("cuda:1")
+    ),
+    "gloo": lambda weights: BroadcastSender(weights, 1, bucket_bytes=1 << 16, timeout_seconds=30.0),
+    "shm": lambda weights: ShmSender(weights),
+}
+WAYS = [*(("vllm", kind) for kind in SENDERS), ("sglang", "gloo"), ("sglang", "shm")]
+SMALL = {
+    "vllm": {"enforce-eager": True, "max-model-len": str(CONTEXT), "gpu-memory-utilization": "0.3"},
+    "sglang": {"disable-cuda-graph": True, "context-length": str(CONTEXT), "mem-fraction-static": "0.3"},
+}
+
+
+async def push(engine, sender, version) -> None:
+    offer = sender.offer(version)
+    for error in await exchange(offer.transport, engine.receive(offer), lambda: asyncio.to_thread(sender.deliver)):
+        raise error
+
+
+async def gap(engine, model, version) -> float:
+    """Largest distance of a logprob to that of a plain forward pass."""
+    found = 0.0
+    async for completion in engine.generate(PROMPT, SamplingParams(24, ignore_eos=True), 3):
+        tokens = completion.token_ids.tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + tokens], device=model.device)).logits[0, len(PROMPT) - 1 : -1]
+        want = torch.log_softmax(logits.double(), -1)[range(len(tokens)), tokens].cpu().numpy()
+        assert set(completion.weight_versions.tolist()) == {version}
+        found = max(found, float(np.abs(completion.logprobs - want).max()))
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("engine_kind", "kind"), WAYS)
+def test_logprobs_after_a_push_to_a_server_on_a_gpu(engine_kind, kind, tied, request, make_wide_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    if kind == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    folder = make_wide_model(tied=tied)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.to("cuda:1" if kind == "nccl" else "cuda:0")
+    python, log = request.getfixturevalue(f"{engine_kind}_python"), tmp_path / "server.log"
+    launch = ServerLaunch(python, str(folder), "float32", "cuda", log, 600, arguments=SMALL[engine_kind])
+    dialects = {"vllm": VllmDialect(), "sglang": SglangDialect(ServedModel(folder, torch.float32, tied))}
+    client = Client(dialects[engine_kind], {0}, ServerLimits(CONTEXT, sleeps=True))
+    start = {"vllm": start_vllm, "sglang": start_sglang}[engine_kind]
+
+    async def main() -> None:
+        engine = await start(launch, client)
+        sender = SENDERS[kind](SentWeights(dict(model.named_parameters())))
+        try:
+            for version in (1, 1, 2, 5):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(torch.randn_like(parameter), alpha=0.05)
+                await push(engine, sender, version)
+                assert await gap(engine, model, version) < 1e-3
+                await engine.sleep()
+                await engine.wake("weights")
+                await engine.wake("kv")
+                bent = {name: weight[:-1] for name, weight in model.named_parameters()}
+                other = SENDERS[kind](SentWeights(bent))
+                with pytest.raises(EngineError, match="is sent, the engine has"):
+                    await push(engine, other, version + 1)
+                other.close()
+                assert await gap(engine, model, version) < 1e-3
+        finally:
+            sender.close()
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 900))
