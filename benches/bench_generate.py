@@ -38,10 +38,12 @@ def treadle_side() -> Callable[[Work], Answer]:
     from treadle.chat import load_codec
     from treadle.models.load import load_model
     from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+    from treadle.run.compute import ComputeThread
     from treadle.types import SamplingParams
 
-    model = load_model(model_path(), torch.bfloat16, torch.device("cpu"))
-    engine = TorchEngine(model, load_codec(model_path()), EngineLimits(1024, 4 << 30))
+    compute = ComputeThread()
+    model = compute.submit(load_model, model_path(), torch.bfloat16, torch.device("cpu")).result()
+    engine = TorchEngine(model, load_codec(model_path()), EngineLimits(1024, 4 << 30), compute)
 
     async def generate(work: Work) -> int:
         sampling = SamplingParams(max_new_tokens=work["new"], temperature=1.0, ignore_eos=True, seed=work["seed"])

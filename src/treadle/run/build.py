@@ -21,6 +21,7 @@ from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
 from treadle.rollout.envs import load_environment
 from treadle.rollout.manager import RolloutManager
 from treadle.rollout.rewards import RewardScorer, build_scorer
+from treadle.run.compute import ComputeThread
 from treadle.run.evaluate import EvalSet, eval_sampling
 from treadle.training.critic import Critic
 from treadle.training.objective import Objective, build_objective
@@ -183,12 +184,12 @@ def build_critic(config: Config, grid: Grid, num_rollout: int, warn: Callable[[s
     return Critic(value_model, config, num_rollout * batch_arithmetic(config).num_steps_per_rollout, warn)
 
 
-def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec) -> TorchEngine:
-    """The embedded engine on this module."""
+def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec, compute: ComputeThread) -> TorchEngine:
+    """The embedded engine on this module, stepped on this thread."""
     rollout = config.rollout
     assert rollout.rollout_engine == "torch"
     limits = EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), config.model.fused_ops)
-    return TorchEngine(model, codec, limits)
+    return TorchEngine(model, codec, limits, compute)
 
 
 def manager_of(config: Config, engine: Engine, codec: Codec, max_length: int) -> RolloutManager:

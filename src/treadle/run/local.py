@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from treadle.config import Config
 from treadle.metrics import Metric, metric
+from treadle.run.compute import ComputeThread
 from treadle.run.loop import Collection, Schedule
 from treadle.run.memory import PeakMemory
 from treadle.run.record import Outputs, Record
@@ -35,12 +34,13 @@ class LocalParts:
         generation: Generation | None,
         trainer: Trainer | None,
         push: Push | None,
+        compute: ComputeThread,
     ):
         self.config, self.schedule, self.out = config, schedule, outputs
         self.trainer, self.push = trainer, push
         self.rollouts = None if generation is None else Rollouts(config, generation, outputs.progress.phase)
         self.written = Record(config, schedule, outputs)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._compute = compute
         self._memory = PeakMemory()
 
     async def collect(self, rollout_id: int) -> Collection:
@@ -55,7 +55,7 @@ class LocalParts:
         if self.trainer is None:
             return []
         self.out.progress.phase("training")
-        return await self._on_thread(self.trainer.train, groups, rollout_id)
+        return await self._compute.run(self.trainer.train, groups, rollout_id)
 
     async def publish(self, version: int) -> Sequence[Metric]:
         if self.push is None:
@@ -71,16 +71,13 @@ class LocalParts:
         self.written.evaluation(done, found, time.perf_counter() - began)
 
     async def save(self, done: int) -> Sequence[Metric]:
-        return await self.written.save(done, lambda: self._on_thread(self._save_now, done))
+        return await self.written.save(done, lambda: self._compute.run(self._save_now, done))
 
     def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
         device = "cpu" if self.trainer is None else self.trainer.device.type
         self.written.step(rollout_id, [*metrics, *self._memory.metrics(device)])
 
     # Their insides
-
-    async def _on_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     def _save_now(self, done: int) -> None:
         assert self.trainer is not None

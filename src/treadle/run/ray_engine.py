@@ -16,6 +16,7 @@ from treadle.rollout.engines.base import EnginePart
 from treadle.rollout.engines.server_engine import ServerEngine
 from treadle.rollout.engines.torch_engine import TorchEngine
 from treadle.run import build
+from treadle.run.compute import ComputeThread
 from treadle.run.ray_calls import ask_engine
 from treadle.run.servers import ServerPlace, is_server, open_server
 from treadle.run.worker_setup import WorkerSetup, enter_worker
@@ -36,6 +37,7 @@ class EngineActor:
         self._served: ServedWeights | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self._host = HostCopies()
+        self._compute = ComputeThread()
 
     @property
     def engine(self) -> TorchEngine | ServerEngine:
@@ -45,19 +47,15 @@ class EngineActor:
     async def start(self) -> int:
         """Load the model; it generates only after its first weights. How many processes of it receive them."""
         config = self._setup.config
+        codec = await asyncio.to_thread(load_codec, self._setup.model_path)
         if is_server(config):
-            codec = await asyncio.to_thread(load_codec, self._setup.model_path)
             logs = Path(tempfile.mkdtemp(prefix="treadle-engine-"))
             server = self._engine = await open_server(
                 config, ServerPlace(self._setup.model_path, codec, logs), self._index
             )
             return await server.num_workers()
-
-        def load() -> TorchEngine:
-            model = build.load_policy(config, self._setup.model_path, trainable=False)
-            return build.open_torch_engine(config, model, load_codec(self._setup.model_path))
-
-        self._engine = await asyncio.to_thread(load)
+        model = await self._compute.run(build.load_policy, config, self._setup.model_path, trainable=False)
+        self._engine = build.open_torch_engine(config, model, codec, self._compute)
         return 1
 
     async def generate(self, token_ids: tuple[int, ...], sampling: SamplingParams, n: int) -> list[Completion]:
@@ -98,11 +96,11 @@ class EngineActor:
         if isinstance(self.engine, ServerEngine):
             return
         model = self.engine.model
-        await asyncio.to_thread(self._host.sleep, [*model.parameters(), *model.buffers()])
+        await self._compute.run(self._host.sleep, [*model.parameters(), *model.buffers()])
 
     async def wake(self, part: EnginePart) -> None:
         if part == "weights" and self._host.is_asleep:
-            await asyncio.to_thread(self._host.wake)
+            await self._compute.run(self._host.wake)
         await self.engine.wake(part)
 
     async def health(self) -> None:

@@ -18,6 +18,7 @@ from treadle.observe.progress import Progress
 from treadle.rollout.filters import load_filter
 from treadle.rollout.manager import RolloutManager
 from treadle.run import build
+from treadle.run.compute import ComputeThread
 from treadle.run.lease import FreeLease, Lease, SharedLease
 from treadle.run.local import LocalParts, Push
 from treadle.run.loop import Schedule, train_loop
@@ -97,24 +98,25 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
     path = session.model_path
     if config.debug.debug_rollout_only and session.checkpoint is not None:  # no trainer that would load it
         path = str(session.checkpoint.path / "model")
-    model = build.load_policy(config, path)
-    trainer = None
-    if not config.debug.debug_rollout_only:
-        trainer = build.build_trainer(config, model, schedule.num_rollout, progress, teacher)
-    restore(session, trainer, source)
     async with AsyncExitStack() as stack:
+        compute = _compute_thread(stack)
+        model = await compute.run(build.load_policy, config, path)
+        trainer = None
+        if not config.debug.debug_rollout_only:
+            trainer = await compute.run(build.build_trainer, config, model, schedule.num_rollout, progress, teacher)
+        await compute.run(restore, session, trainer, source)
         scorer = await build.open_scorer(config, config.reward, stack) if source is not None else None
         outputs = open_outputs(session, recipe_name, stack, continues=True)
         generation = push = None
         lease: Lease = FreeLease()
         if source is not None and scorer is not None:
-            manager, push = await _open_engine(session, model, outputs.folder.path, stack)
+            manager, push = await _open_engine(session, model, outputs.folder.path, compute, stack)
             sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
             await push(schedule.start_rollout_id)
             keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
             generation = Generation(manager, source, scorer, sets, keep)
             lease = SharedLease(manager.engine)
-        parts = LocalParts(config, schedule, outputs, generation, trainer, push)
+        parts = LocalParts(config, schedule, outputs, generation, trainer, push, compute)
         progress.start(schedule.num_rollout, schedule.start_rollout_id)
         try:
             with stops_on_signals(stop, progress.note):
@@ -124,8 +126,15 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
     return summary
 
 
+def _compute_thread(stack: AsyncExitStack) -> ComputeThread:
+    """The thread of the run; not waited for, so that Ctrl-C is heard while a model loads."""
+    compute = ComputeThread()
+    stack.callback(compute.shutdown, wait=False, cancel_futures=True)
+    return compute
+
+
 async def _open_engine(
-    session: Session, model: PreTrainedModel, folder: Path, stack: AsyncExitStack
+    session: Session, model: PreTrainedModel, folder: Path, compute: ComputeThread, stack: AsyncExitStack
 ) -> tuple[RolloutManager, Push]:
     """What generates with the weights of this model, and how it gets them when they have changed."""
     config, codec, progress = session.config, session.codec, session.progress
@@ -134,7 +143,7 @@ async def _open_engine(
         place = ServerPlace(session.model_path, codec, folder / "engines")
         servers = await LocalServers.open(config, place, model, progress.warn, stack)
         return build.manager_of(config, servers.pool, codec, context_length(model.config)), servers.publish
-    engine = build.open_torch_engine(config, model, codec)
+    engine = build.open_torch_engine(config, model, codec, compute)
     stack.push_async_callback(engine.close)
     transport = InprocTransport(model, model, engine.set_version)
 
@@ -149,16 +158,17 @@ async def _evaluate(session: Session, recipe_name: str) -> None:
     config, progress = session.config, session.progress
     progress.phase("loading the model")
     path = session.model_path if session.checkpoint is None else str(session.checkpoint.path / "model")
-    model = build.load_policy(config, path, trainable=False)
     async with AsyncExitStack() as stack:
+        compute = _compute_thread(stack)
+        model = await compute.run(build.load_policy, config, path, trainable=False)
         scorer = await build.open_scorer(config, config.reward, stack)
         sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
         outputs = open_outputs(session, f"{recipe_name}-eval", stack)
-        manager, push = await _open_engine(session, model, outputs.folder.path, stack)
+        manager, push = await _open_engine(session, model, outputs.folder.path, compute, stack)
         await push(session.start_rollout_id)
         generation = Generation(manager, None, scorer, sets)
         schedule = Schedule(session.start_rollout_id, session.start_rollout_id)
-        parts = LocalParts(config, schedule, outputs, generation, None, None)
+        parts = LocalParts(config, schedule, outputs, generation, None, None, compute)
         try:
             await parts.evaluate(schedule.start_rollout_id)
         finally:

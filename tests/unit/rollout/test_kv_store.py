@@ -22,37 +22,58 @@ def test_sizes_in_bytes():
     assert SHAPE.slot_bytes == 40 * 256
     assert SHAPE.row_bytes == 24 * 256
     assert SHAPE.num_bytes == 3 * 40 * 256 + 6 * 24 * 256
-    store = KVStore(SHAPE, CPU)
-    tensors = store.prefix_keys, store.prefix_values, store.row_keys, store.row_values
-    assert sum(t.numel() * t.element_size() for t in tensors) == SHAPE.num_bytes
     assert replace(SHAPE, dtype=torch.bfloat16).num_bytes == SHAPE.num_bytes // 2
 
 
-@pytest.mark.parametrize("field", ["slots", "rows", "prefix_capacity", "row_capacity"])
-def test_a_shape_covers_what_is_no_larger_in_any_way(field):
-    larger = replace(SHAPE, **{field: getattr(SHAPE, field) + 1})
-    assert SHAPE.covers(SHAPE)
-    assert larger.covers(SHAPE)
-    assert not SHAPE.covers(larger)
+@pytest.mark.parametrize("field", ["slots", "rows", "row_capacity"])
+def test_a_store_fits_what_is_no_larger_in_any_way(field):
+    store = KVStore(SHAPE, CPU)
+    assert store.fits(SHAPE)
+    assert store.fits(replace(SHAPE, **{field: getattr(SHAPE, field) - 1}))
+    assert not store.fits(replace(SHAPE, **{field: getattr(SHAPE, field) + 1}))
 
 
-def test_slots_and_rows_move_with_all_layers():
+def test_shorter_or_longer_prompts_get_a_store_of_their_own():
+    store = KVStore(SHAPE, CPU)
+    assert not store.fits(replace(SHAPE, prefix_capacity=SHAPE.prefix_capacity - 16))  # padded for nothing
+    assert not store.fits(replace(SHAPE, prefix_capacity=SHAPE.prefix_capacity + 16))
+
+
+def test_slots_and_rows_move_and_grow_with_all_layers():
     store = KVStore(SHAPE, CPU)
     for layer in range(2):
         store.write_prefix(layer, 2, torch.full((5, 2, 8), 1.0 + layer), torch.full((5, 2, 8), 3.0 + layer))
         for place in range(3):
             values = torch.zeros(5, 2, 8)
             values[4] = 10.0 * layer + place
-            store.write_tokens(layer, store.token_cells(torch.full((5,), place)), values, -values)
-    store.move_slot(2, 0, 5)
-    store.move_row(4, 1, 3)
+            store.rows.write(layer, store.rows.cells(torch.full((5,), place)), values, -values)
+    store.prefixes.move(2, 0)
+    store.rows.move(4, 1)
+    store.grow(replace(SHAPE, slots=4, rows=9, prefix_capacity=48))
+    store.fit_rows(20)
     for layer in range(2):
-        assert (store.prefix_keys[layer, 0, :, :5] == 1.0 + layer).all()
-        assert (store.prefix_values[layer, 0, :, :5] == 3.0 + layer).all()
-        assert store.prefix_keys[layer, 0, :, 5:].count_nonzero() == 0
+        keys, values = store.prefixes.first(layer, 4)
+        assert keys.shape == values.shape == (4 * 2, 48, 8)
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        assert (keys[:2, :5] == 1.0 + layer).all()
+        assert (values[:2, :5] == 3.0 + layer).all()
+        assert keys[:2, 5:].count_nonzero() == 0
+        keys, values = store.rows.first(layer, 2)
+        assert keys.shape == (2 * 2, 24, 8)
         for place in range(3):
-            assert (store.row_keys[layer, 1, :, place] == 10.0 * layer + place).all()
-            assert (store.row_values[layer, 1, :, place] == -(10.0 * layer + place)).all()
+            assert (keys[2:, place] == 10.0 * layer + place).all()
+            assert (values[2:, place] == -(10.0 * layer + place)).all()
+
+
+def test_rows_have_memory_for_what_is_there_and_little_more():
+    store = KVStore(replace(SHAPE, row_capacity=1000), CPU)
+    spans = []
+    for longest in (1, 16, 17, 33, 600, 601, 700, 990, 999, 400, 3):
+        store.fit_rows(longest)
+        spans.append(store.rows.span)
+    assert spans == [16, 16, 32, 48, 608, 608, 704, 992, 1000, 400, 16]
+    assert store.rows.layers[0].shape == (2, SHAPE.rows, 2, 16, 8)
 
 
 @pytest.mark.parametrize(

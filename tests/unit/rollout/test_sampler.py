@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.errors import EngineError
-from treadle.rollout.engines.torch_engine.sampler import BLOCK, SamplingTensors, row_seed, sample, uniforms
+from treadle.rollout.engines.torch_engine.sampler import (
+    BLOCK,
+    ROWS_AT_ONCE,
+    SamplingTensors,
+    row_seed,
+    sample,
+    uniforms,
+)
 from treadle.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -293,3 +300,23 @@ def test_numbers_that_are_not_finite_are_refused_in_one_sentence():
         draw(logits, params(), [0.5, 0.5])
     with pytest.raises(EngineError, match="not finite"):
         draw(torch.full((1, 300), float("inf")), params(), [0.5])
+
+
+def test_many_rows_are_drawn_as_few_are():
+    """More rows than are sampled at once: the same tokens and logprobs as in small parts."""
+    rows = 2 * ROWS_AT_ONCE + 5
+    generator = torch.Generator().manual_seed(3)
+    logits, uniform = (
+        torch.randn(rows, 500, generator=generator),
+        torch.rand(rows, dtype=torch.float64, generator=generator),
+    )
+    params = [
+        SamplingParams(max_new_tokens=1, temperature=(0.0, 0.7, 1.0)[i % 3], top_p=(1.0, 0.9)[i % 2], top_k=i % 5)
+        for i in range(rows)
+    ]
+    tokens, logprobs = sample(logits, SamplingTensors.of(params, CPU), uniform)
+    for i in range(0, rows, 10):
+        part = slice(i, i + 10)
+        alone = sample(logits[part], SamplingTensors.of(params[part], CPU), uniform[part])
+        assert torch.equal(tokens[part], alone[0])
+        assert torch.equal(logprobs[part], alone[1])

@@ -163,17 +163,17 @@ def test_the_store_is_as_large_as_the_waiting_requests_need(scheduler):
     line.step()
     shape = line.store.shape
     assert (shape.slots, shape.rows) == (2, 5)
-    assert (shape.prefix_capacity, shape.row_capacity) == (128, 128)  # rounded up to 64
+    assert (shape.prefix_capacity, shape.row_capacity) == (80, 80)  # rounded up to 16
 
 
-@pytest.mark.parametrize("kv_tokens", [64 + 2 * 64, 3 * (64 + 2 * 64) - 1, 3 * (64 + 2 * 64)])
+@pytest.mark.parametrize("kv_tokens", [16 + 2 * 16, 3 * (16 + 2 * 16) - 1, 3 * (16 + 2 * 16)])
 def test_the_store_stays_within_its_bytes(scheduler, kv_tokens):
     line = scheduler(replace(ROOMY, max_rows=256, kv_bytes=kv_tokens * TOKEN_BYTES))
     requests = [request(10, new=4, n=2, seed=s) for s in range(7)]
     line.waiting += requests
     line.step()
     assert line.store.shape.num_bytes <= kv_tokens * TOKEN_BYTES
-    assert line.store.shape.slots == kv_tokens // (64 + 2 * 64)
+    assert line.store.shape.slots == kv_tokens // (16 + 2 * 16)
     found = finish(line)
     assert sorted(map(id, found)) == sorted(map(id, requests))
     assert all([c.index for c in sorted(cs, key=lambda c: c.index)] == [0, 1] for cs in found.values())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from contextlib import AsyncExitStack
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from treadle.config import EvalOverride
 from treadle.errors import CheckpointError, ConfigError, DataError
 from treadle.observe.samples import read_groups, rollout_file
+from treadle.rollout.engines.torch_engine.scheduler import Scheduler
 from treadle.run import build, start
+from treadle.run.compute import ComputeThread
+from treadle.training.worker import Trainer
 
 REWARD = "async def reward(sample):\n    return float(len(set(sample.response)))\n"
 
@@ -88,7 +92,7 @@ def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config
     )
 
     async def main():
-        engine = build.open_torch_engine(config, tiny_model, tiny_codec)
+        engine = build.open_torch_engine(config, tiny_model, tiny_codec, ComputeThread())
         manager = build.manager_of(config, engine, tiny_codec, 256)
         assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
         assert manager.conversation is None
@@ -163,3 +167,31 @@ def test_saved_rollouts_that_are_not_there_are_named(make_run, tmp_path):
     again = make_run("again", debug_train_only=True, load_debug_rollout_data=str(saved), num_rollout=3)
     with pytest.raises(DataError, match=r"has no .*rollout_000002\.jsonl; lower --num-rollout"):
         start.train(again, "toy")
+
+
+# Threads
+
+
+def test_one_thread_computes(make_run, monkeypatch):
+    """OpenMP makes a team for each thread that computes, and teams in each other's way halve the speed of all."""
+    seen = {}
+
+    def watch(owner, name):
+        call = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            seen.setdefault(name, set()).add(threading.get_ident())
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(build, "load_policy")
+    watch(build, "build_trainer")
+    watch(Scheduler, "__init__")
+    watch(Scheduler, "step")
+    watch(Trainer, "train")
+    watch(Trainer, "state")
+    start.train(make_run("threads", save_interval=2), "toy")
+    assert set(seen) == {"load_policy", "build_trainer", "__init__", "step", "train", "state"}
+    assert len(set.union(*seen.values())) == 1
+    assert threading.get_ident() not in seen["step"]  # which belongs to the event loop

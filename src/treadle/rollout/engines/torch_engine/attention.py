@@ -1,7 +1,7 @@
 """How prefill and decode attend: plans for the models' attention seam, over the engine's key/value store.
 
 Axis letters: `B` rows, `S` prefix slots in use, `M` most rows of one slot, `K` key/value heads, `Q` query heads per
-key/value head, `P` and `R` lengths looked at, `D` head size.
+key/value head, `P` and `R` tokens of a prompt and of a row, `D` head size.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from torch import Tensor
 from treadle.models.attention import LayerAttention, PackedAttention
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.kv_store import KVStore
-
-LENGTH_STEP = 16
-"""Lengths looked at are rounded up to this: matmul kernels are prepared per shape, and few shapes keep them cached."""
 
 
 class PrefillAttention:
@@ -40,18 +37,20 @@ class DecodeAttention:
     `slots[i]` is the slot of row i, `places[i]` where its new token goes, `prefix_lengths[s]` the prompt length of
     slot s. The rows of a slot sit side by side in a grid (S, K, M), so the prompt is read once for all of them; cells
     without a row repeat row 0 and are not read back.
+
+    A prompt is attended to by itself, and joins the row's softmax as one more score, the log of its sum, whose value is
+    what it came to: exact (FlashAttention, arXiv:2205.14135, section 3.1).
     """
 
     def __init__(self, store: KVStore, slots: Tensor, places: Tensor, prefix_lengths: Tensor):
+        store.fit_rows(int(places.max()) + 1)
         self.store = store
         self.slots, self.places = slots, places
         self.num_slots = int(prefix_lengths.shape[0])
-        self.prefix_span = min(_round_up(int(prefix_lengths.max())), store.shape.prefix_capacity)
-        self.row_span = min(_round_up(int(places.max()) + 1), store.shape.row_capacity)
         self.prefix_lengths = prefix_lengths
-        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = {}
         self._cells_of_rows, self._rows_of_cells = self._grid(store.shape.kv_heads)
-        self._written = store.token_cells(places)
+        self._written = store.rows.cells(places)
 
     def _grid(self, kv_heads: int) -> tuple[Tensor, Tensor]:
         """Where in the grid (S, K, M) each (row, head) is, int64 [B·K], and which (row, head) is in each cell [S·K·M]."""
@@ -66,54 +65,85 @@ class DecodeAttention:
         rows = torch.zeros(self.num_slots * kv_heads * width, dtype=torch.int64, device=device)
         return cells, rows.index_copy_(0, cells, torch.arange(num_rows * kv_heads, device=device))
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 where row i may look and -inf where not, [B, 1, 1, P + R]; what scores are raised by."""
+    def _mask(self, layer: LayerAttention, repeat: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
+        """What is added to scores, 0 where one may look: of prompts [S, 1 or K, M·Q, P] (None where all may), of rows
+        [B, 1, 1, R] float32.
+
+        Hidden scores are very low, not -inf: a window may hide a whole prompt, whose share is then 0 and not NaN.
+        """
+        window = layer.sliding_window
         if (window, dtype) not in self._masks:
-            device = self.slots.device
-            lengths = self.prefix_lengths[self.slots][:, None]
-            p = torch.arange(self.prefix_span, device=device)[None, :]
-            r = torch.arange(self.row_span, device=device)[None, :]
-            here = self.places[:, None]
-            prefix, own = p >= lengths, r > here
-            if window is not None:
-                prefix = prefix | (lengths + here - p >= window)
+            device, kv_heads = self.slots.device, self.store.shape.kv_heads
+            p = torch.arange(self.store.prefixes.span, device=device)
+            r = torch.arange(self.store.rows.span, device=device)
+            lengths, here = self.prefix_lengths, self.places[:, None]
+            own = r > here
+            if window is None:
+                hidden = (p >= lengths[:, None])[:, None, None]
+                width = len(self._rows_of_cells) // (self.num_slots * kv_heads)
+                shape = self.num_slots, 1, width * repeat, len(p)
+            else:
+                last = lengths[self.slots][:, None]
+                of_row = (p >= last) | (last + here - p >= window)
+                of_head = of_row.repeat_interleave(kv_heads, 0).index_select(0, self._rows_of_cells)
+                hidden = (
+                    of_head.view(self.num_slots, kv_heads, -1, 1, len(p)).expand(-1, -1, -1, repeat, -1).flatten(2, 3)
+                )
+                shape = tuple(hidden.shape)
                 own = own | (here - r >= window)
-            hidden = torch.cat([prefix, own], dim=1)[:, None, None, :]
-            self._masks[window, dtype] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            low = torch.finfo(dtype).min / 2
+            prompt = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, low).expand(shape)
+            row = torch.zeros_like(own, dtype=torch.float32).masked_fill_(own, torch.finfo(torch.float32).min / 2)
+            self._masks[window, dtype] = prompt if bool(hidden.any()) else None, row[:, None, None, :]
         return self._masks[window, dtype]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-        store, index = self.store, layer.layer_idx
+        rows, index = self.store.rows, layer.layer_idx
         num_rows, heads, dim = query.shape
         kv_heads, repeat = key.shape[1], heads // key.shape[1]
-        store.write_tokens(index, self._written, key, value)
-        prefix_keys, prefix_values = store.prefixes(index, self.num_slots, self.prefix_span)  # [S·K, P, D]
-        row_keys, row_values = store.rows(index, num_rows, self.row_span)  # [B·K, R, D]
+        rows.write(index, self._written, key, value)
+        keys, values = rows.first(index, num_rows)  # [B·K, R, D]
+        prompt_mask, row_mask = self._mask(layer, repeat, query.dtype)
 
-        query = (query * layer.scaling).view(num_rows * kv_heads, repeat, dim)
-        of_prefix = torch.bmm(self._to_grid(query), prefix_keys.transpose(1, 2))
-        of_row = torch.bmm(query, row_keys.transpose(1, 2))
-        scores = torch.cat([self._from_grid(of_prefix, repeat), of_row], dim=-1)
-        if layer.softcap is not None:
-            scores = torch.tanh(scores / layer.softcap) * layer.softcap
-        mask = self._mask(layer.sliding_window, scores.dtype)
-        scores.view(num_rows, kv_heads, repeat, -1).add_(mask)
-        probs = torch.softmax(scores, dim=-1)
-        prefix_probs, row_probs = probs.split([self.prefix_span, self.row_span], dim=-1)
-        out = self._from_grid(torch.bmm(self._to_grid(prefix_probs.contiguous()), prefix_values), repeat)
-        return out.add_(torch.bmm(row_probs, row_values)).view(num_rows, heads, dim)
+        query = query.reshape(num_rows * kv_heads, repeat, dim)
+        of_prompt, total = self._of_prompts(query, prompt_mask, layer)  # [B·K, Q, D], [B·K, Q]
+        scores = query.new_empty(num_rows, kv_heads, repeat, rows.span + 1, dtype=torch.float32)
+        # Keys come first: the smaller matrix is the one that is repacked.
+        of_row = torch.bmm(keys, query.transpose(1, 2)).view(num_rows, kv_heads, rows.span, repeat).transpose(2, 3)
+        if layer.softcap is None:
+            torch.add(row_mask, of_row, alpha=layer.scaling, out=scores[..., :-1])
+        else:
+            torch.add(row_mask, _capped(of_row.float() * layer.scaling, layer.softcap), out=scores[..., :-1])
+        scores[..., -1] = total.view(num_rows, kv_heads, repeat)
+        shares = torch.softmax(scores, dim=-1).view(num_rows * kv_heads, repeat, -1)
+        out = torch.bmm(shares[..., :-1].to(values.dtype, memory_format=torch.contiguous_format), values)
+        return out.addcmul_(of_prompt, shares[..., -1:].to(values.dtype)).view(num_rows, heads, dim)
 
-    def _to_grid(self, x: Tensor) -> Tensor:
-        """Rows [B·K, Q, X] → slots side by side [S·K, M·Q, X]."""
-        size = x.shape[-1]
-        cells = x.view(len(x), -1).index_select(0, self._rows_of_cells)
-        return cells.view(self.num_slots * self.store.shape.kv_heads, -1, size)
+    def _of_prompts(self, query: Tensor, mask: Tensor | None, layer: LayerAttention) -> tuple[Tensor, Tensor]:
+        """query [B·K, Q, D] → attention to the prompt alone [B·K, Q, D], and the log of the sum under its softmax, float32 [B·K, Q]."""
+        repeat, dim = query.shape[1:]
+        prefixes, kv_heads = self.store.prefixes, self.store.shape.kv_heads
+        grid = query.view(len(query), -1).index_select(0, self._rows_of_cells).view(self.num_slots, kv_heads, -1, dim)
+        keys, values = (
+            x.view(self.num_slots, kv_heads, -1, dim) for x in prefixes.first(layer.layer_idx, self.num_slots)
+        )
+        if layer.softcap is None and query.device.type == "cpu":
+            out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                grid, keys, values, 0.0, False, attn_mask=mask, scale=layer.scaling
+            )
+        else:
+            scores = _capped((grid @ keys.transpose(2, 3)).float() * layer.scaling, layer.softcap)
+            if mask is not None:
+                scores = scores + mask
+            total = torch.logsumexp(scores, dim=-1)
+            out = torch.softmax(scores, dim=-1).to(values.dtype) @ values
+        return self._from_grid(out, repeat), self._from_grid(total[..., None], repeat)[..., 0]
 
     def _from_grid(self, grid: Tensor, repeat: int) -> Tensor:
-        """The inverse: [S·K, M·Q, X] → [B·K, Q, X]."""
+        """Slots side by side [S, K, M·Q, X] → rows [B·K, Q, X]."""
         size = grid.shape[-1]
-        return grid.view(-1, repeat * size).index_select(0, self._cells_of_rows).view(-1, repeat, size)
+        return grid.reshape(-1, repeat * size).index_select(0, self._cells_of_rows).view(-1, repeat, size)
 
 
-def _round_up(length: int) -> int:
-    return -(-length // LENGTH_STEP) * LENGTH_STEP
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap

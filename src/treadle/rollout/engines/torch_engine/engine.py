@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from treadle.chat import Codec
@@ -26,18 +26,21 @@ class TorchEngine:
     """Generates with a module it is given, usually the trainer's own: then no weights are copied.
 
     The model must not be trained while a step runs; the loop's lease sees to that. All methods belong to one
-    event loop.
+    event loop. Whatever computes runs on the one thread of `compute`, which whoever gives it also closes; without it,
+    on a thread of the engine's own.
     """
 
-    def __init__(self, model: PreTrainedModel, codec: Codec, limits: EngineLimits):
+    def __init__(self, model: PreTrainedModel, codec: Codec, limits: EngineLimits, compute: Executor | None = None):
         self.model = model
 
         def with_special_tokens(token_ids: Sequence[int]) -> str:  # a stop string may be one of them
             return codec.decode(token_ids, skip_special_tokens=False)
 
-        self._scheduler = Scheduler(model, codec.eos_token_ids, with_special_tokens, limits)
         self._max_length = context_length(model.config)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
+        self._own = ThreadPoolExecutor(1, thread_name_prefix="torch-engine") if compute is None else None
+        self._executor: Executor = compute or self._own
+        eos = codec.eos_token_ids
+        self._scheduler = self._executor.submit(Scheduler, model, eos, with_special_tokens, limits).result()
         self._queues: dict[Request, asyncio.Queue[Completion | BaseException]] = {}
         self._arrived: list[Request] = []
         self._left: list[Request] = []
@@ -179,4 +182,5 @@ class TorchEngine:
         await self.abort()
         if self._driver is not None:
             await self._driver
-        self._executor.shutdown(wait=True)
+        if self._own is not None:
+            self._own.shutdown(wait=True)

@@ -1,23 +1,26 @@
-"""Keys and values of everything that is being generated, allocated once.
+"""Keys and values of everything that is being generated.
 
 A prompt's keys and values are stored once for all its samples (a *prefix slot*); each sample has a *row* for its
-own tokens. Slots and rows in use are kept at the front, so attention works on dense tensors: whoever leaves is
-replaced by the last one.
+own tokens. Slots and rows in use are kept at the front and are all as long as the longest one, so attention works on
+dense tensors, whole: whoever leaves is replaced by the last one, and rows are laid out anew as they grow.
 
-Axis letters: `L` layers, `S` prefix slots, `B` rows, `K` key/value heads, `P` and `R` capacities in tokens, `D` head size.
+Axis letters: `L` layers, `C` sequences (prefix slots or rows), `K` key/value heads, `T` tokens, `D` head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+LENGTH_STEP = 16
+"""Lengths are rounded up to this: matmul kernels are prepared per shape, and few shapes keep them cached."""
+
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a store has room for."""
+    """What a store has room for; memory is taken for the tokens that are there, up to this."""
 
     layers: int
     kv_heads: int
@@ -27,15 +30,6 @@ class KVShape:
     prefix_capacity: int
     row_capacity: int
     dtype: torch.dtype
-
-    def covers(self, other: KVShape) -> bool:
-        """True where whatever fits a store of the other shape fits one of this shape."""
-        return (
-            self.slots >= other.slots
-            and self.rows >= other.rows
-            and self.prefix_capacity >= other.prefix_capacity
-            and self.row_capacity >= other.row_capacity
-        )
 
     @property
     def num_bytes(self) -> int:
@@ -55,57 +49,80 @@ class KVShape:
         return self.row_capacity * self.token_bytes
 
 
+class Sequences:
+    """Keys and values of sequences of at most `span` tokens: for each layer one tensor (2, C, K, T, D)."""
+
+    def __init__(self, shape: KVShape, count: int, span: int, device: torch.device):
+        self.count, self.span = count, span
+        size = (2, count, shape.kv_heads, span, shape.head_dim)
+        # Zeros, not empty: padded cells meet a probability of exactly 0, and 0 · NaN would be NaN.
+        self.layers = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
+
+    def fit(self, count: int, span: int) -> None:
+        """Lay out anew for `count` sequences of `span` tokens, layer by layer; what fits of the old ones stays."""
+        count_kept, kept = min(count, self.count), min(span, self.span)
+        for i, old in enumerate(self.layers):
+            new = old.new_zeros(2, count, old.shape[2], span, old.shape[4])
+            new[:, :count_kept, :, :kept] = old[:, :count_kept, :, :kept]
+            self.layers[i] = new
+        self.count, self.span = count, span
+
+    def first(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `count` sequences: two [C·K, T, D], dense."""
+        both = self.layers[layer][:, :count].flatten(1, 2)
+        return both[0], both[1]
+
+    def cells(self, places: Tensor) -> Tensor:
+        """Where the token at `places[i]` of sequence i lies, for `write`: int64 [2 · C · K], keys before values."""
+        heads = self.layers[0].shape[2]
+        one = torch.arange(len(places) * heads, device=places.device) * self.span + places.repeat_interleave(heads)
+        return torch.cat([one, one + self.count * heads * self.span])
+
+    def write(self, layer: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store one token for each sequence: keys and values [C, K, D] at the cells that `cells` gave."""
+        size = keys.shape[-1]
+        self.layers[layer].view(-1, size).index_copy_(0, cells, torch.cat([keys, values]).view(-1, size))
+
+    def move(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            layer[:, target] = layer[:, source]
+
+
 class KVStore:
-    """The tensors, and moving a slot or a row to another place."""
+    """Prompts (`prefixes`) and what was generated after them (`rows`), within a shape."""
 
     def __init__(self, shape: KVShape, device: torch.device):
-        self.shape, self.device = shape, device
-        prefix = (shape.layers, shape.slots, shape.kv_heads, shape.prefix_capacity, shape.head_dim)
-        row = (shape.layers, shape.rows, shape.kv_heads, shape.row_capacity, shape.head_dim)
-        # Zeros, not empty: padded cells meet a probability of exactly 0, and 0 · NaN would be NaN.
-        self.prefix_keys, self.prefix_values = (torch.zeros(prefix, dtype=shape.dtype, device=device) for _ in range(2))
-        self.row_keys, self.row_values = (torch.zeros(row, dtype=shape.dtype, device=device) for _ in range(2))
+        self.shape = shape
+        self.prefixes = Sequences(shape, shape.slots, shape.prefix_capacity, device)
+        self.rows = Sequences(shape, shape.rows, min(LENGTH_STEP, shape.row_capacity), device)
 
-    def grown(self, shape: KVShape) -> KVStore:
-        """A larger store that holds what this one does."""
-        new, own = KVStore(shape, self.device), self.shape
-        new.prefix_keys[:, : own.slots, :, : own.prefix_capacity] = self.prefix_keys
-        new.prefix_values[:, : own.slots, :, : own.prefix_capacity] = self.prefix_values
-        new.row_keys[:, : own.rows, :, : own.row_capacity] = self.row_keys
-        new.row_values[:, : own.rows, :, : own.row_capacity] = self.row_values
-        return new
+    def grow(self, shape: KVShape) -> None:
+        """Have room for more; what is there stays."""
+        self.shape = shape
+        self.prefixes.fit(shape.slots, shape.prefix_capacity)
+        self.rows.fit(shape.rows, self.rows.span)
+
+    def fit_rows(self, longest: int) -> None:
+        """Have memory for rows of `longest` tokens, a little more than asked where they are long, and much less than before where they all are short."""
+        if longest > self.rows.span:
+            wanted = max(longest, self.rows.span + self.rows.span // 8)
+        elif 2 * round_up(longest) <= self.rows.span:
+            wanted = longest
+        else:
+            return
+        self.rows.fit(self.shape.rows, min(round_up(wanted), self.shape.row_capacity))
+
+    def fits(self, shape: KVShape) -> bool:
+        """True where the store has room for this shape, and no prompt would be padded more than in it."""
+        own = self.shape
+        covers = own.slots >= shape.slots and own.rows >= shape.rows and own.row_capacity >= shape.row_capacity
+        return covers and own == replace(shape, slots=own.slots, rows=own.rows, row_capacity=own.row_capacity)
 
     def write_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Store a prompt's keys and values [P, K, D] of one layer."""
-        length = keys.shape[0]
-        self.prefix_keys[layer, slot, :, :length] = keys.transpose(0, 1)
-        self.prefix_values[layer, slot, :, :length] = values.transpose(0, 1)
+        """Store a prompt's keys and values [T, K, D] of one layer."""
+        target = self.prefixes.layers[layer][:, slot, :, : keys.shape[0]]
+        target[0], target[1] = keys.transpose(0, 1), values.transpose(0, 1)
 
-    def prefixes(self, layer: int, slots: int, span: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `slots` prompts, `span` tokens of each: two [S·K, span, D]."""
-        keys, values = self.prefix_keys[layer, :slots], self.prefix_values[layer, :slots]
-        return keys.flatten(0, 1)[:, :span], values.flatten(0, 1)[:, :span]
 
-    def rows(self, layer: int, rows: int, span: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `rows` rows, `span` tokens of each: two [B·K, span, D]."""
-        keys, values = self.row_keys[layer, :rows], self.row_values[layer, :rows]
-        return keys.flatten(0, 1)[:, :span], values.flatten(0, 1)[:, :span]
-
-    def token_cells(self, places: Tensor) -> Tensor:
-        """Where the tokens at `places[i]` of row i lie in a layer, for `write_tokens`: int64 [B·K]."""
-        heads = torch.arange(len(places) * self.shape.kv_heads, device=places.device)
-        return heads * self.shape.row_capacity + places.repeat_interleave(self.shape.kv_heads)
-
-    def write_tokens(self, layer: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store one token a row: keys and values [B, K, D] at the cells that `token_cells` gave."""
-        size = self.shape.head_dim
-        self.row_keys[layer].view(-1, size).index_copy_(0, cells, keys.reshape(-1, size))
-        self.row_values[layer].view(-1, size).index_copy_(0, cells, values.reshape(-1, size))
-
-    def move_slot(self, source: int, target: int, length: int) -> None:
-        self.prefix_keys[:, target, :, :length] = self.prefix_keys[:, source, :, :length]
-        self.prefix_values[:, target, :, :length] = self.prefix_values[:, source, :, :length]
-
-    def move_row(self, source: int, target: int, length: int) -> None:
-        self.row_keys[:, target, :, :length] = self.row_keys[:, source, :, :length]
-        self.row_values[:, target, :, :length] = self.row_values[:, source, :, :length]
+def round_up(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP

@@ -18,14 +18,13 @@ import torch
 from treadle.models.inference import inference_model
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention
-from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore
+from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore, round_up
 from treadle.rollout.engines.torch_engine.sampler import SamplingTensors, row_seed, sample, uniforms
 from treadle.types import Completion, SamplingParams, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CAPACITY_STEP = 64
 MAX_PREFILL_TOKENS = 8192
 
 
@@ -164,20 +163,20 @@ class Scheduler:
             shape,
             slots=shape.slots if len(self.slots) < shape.slots else 2 * shape.slots,
             rows=shape.rows if rows + request.n <= shape.rows else rows + request.n,
-            prefix_capacity=max(shape.prefix_capacity, _round_up(len(request.token_ids))),
-            row_capacity=max(shape.row_capacity, _round_up(request.sampling.max_new_tokens)),
+            prefix_capacity=max(shape.prefix_capacity, round_up(len(request.token_ids))),
+            row_capacity=max(shape.row_capacity, round_up(request.sampling.max_new_tokens)),
         )
         if wanted == shape:
             return True
         if wanted.rows > max(shape.rows, self.limits.max_rows) or wanted.num_bytes > self.limits.kv_bytes:
             return False
-        self.store = self.store.grown(wanted)
+        self.store.grow(wanted)
         return True
 
     def _make_store(self) -> None:
         """With nothing running: a new store, unless the waiting requests have all the room in the one there is."""
         wanted = self._wanted_shape()
-        if self.store is not None and self.store.shape.covers(wanted):
+        if self.store is not None and self.store.fits(wanted):
             return
         self.store = None  # free the old one before the new one is made
         self.store = KVStore(wanted, self.device)
@@ -187,8 +186,8 @@ class Scheduler:
         hf_config = self.model.config
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         kv_heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
-        prefix = _round_up(max(len(r.token_ids) for r in self.waiting))
-        row = _round_up(max(r.sampling.max_new_tokens for r in self.waiting))
+        prefix = round_up(max(len(r.token_ids) for r in self.waiting))
+        row = round_up(max(r.sampling.max_new_tokens for r in self.waiting))
         dtype = self.model.get_input_embeddings().weight.dtype
         unit = KVShape(hf_config.num_hidden_layers, kv_heads, head_dim, 1, 1, prefix, row, dtype)
         slots = rows = 0
@@ -276,7 +275,7 @@ class Scheduler:
         assert self.store is not None
         request, last = self.rows[i].request, len(self.rows) - 1
         if i != last:
-            self.store.move_row(last, i, len(self.rows[last].token_ids))
+            self.store.rows.move(last, i)
             self.rows[i] = self.rows[last]
         self.rows.pop()
         self._settings = None
@@ -285,7 +284,7 @@ class Scheduler:
             return
         moved = self.slots.pop()
         if moved is not request:
-            self.store.move_slot(moved.slot, request.slot, len(moved.token_ids))
+            self.store.prefixes.move(moved.slot, request.slot)
             moved.slot = request.slot
             self.slots[moved.slot] = moved
 
@@ -299,7 +298,3 @@ def _completion(row: Row, status: Status, reason: str) -> Completion:
         status=status,
         stop_reason=reason,
     )
-
-
-def _round_up(length: int) -> int:
-    return -(-length // CAPACITY_STEP) * CAPACITY_STEP

@@ -1,0 +1,28 @@
+"""The one thread of a process that computes.
+
+OpenMP gives every thread that computes a team of its own. With more threads in teams than cores in the machine, they all
+sleep between two operations instead of waiting for the next one: on two cores, a model loaded by one thread and run by
+another takes twice as long for a decode step, and for a training step by a third thread likewise. So a runtime makes one of
+these and has its model loaded, its engine stepped and its trainer run there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class ComputeThread(ThreadPoolExecutor):
+    """An executor of one thread; what is handed to it is done in order."""
+
+    def __init__(self) -> None:
+        super().__init__(1, thread_name_prefix="compute")
+
+    async def run(self, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """The result of the call, made on the thread while the event loop goes on."""
+        return await asyncio.wrap_future(self.submit(call, *args, **kwargs))
