@@ -148,6 +148,7 @@ class ServerEngine:
         self._farewells: set[asyncio.Task[None]] = set()
         self._stopped = False  # the server was told to stop between two tokens
         self._paused = self._asleep = self._weights_asleep = self._updating = self._closed = False
+        self._gone = False  # closed because nobody answers: what was in flight is lost, not aborted
         self._torn: str | None = None
         self._gate = asyncio.Lock()  # of what changes the server's state
 
@@ -198,7 +199,7 @@ class ServerEngine:
 
     async def _sample(self, token_ids: Sequence[int], sampling: SamplingParams, index: int) -> Completion:
         if not await self._may_go():
-            return _aborted(index)
+            return self._ended(index)
         name = uuid.uuid4().hex
         body = self._dialect.request_of(token_ids, sampling, index, self._eos, name)
         try:
@@ -212,13 +213,18 @@ class ServerEngine:
             raise
         except EngineLostError as error:
             if self._closed:
-                return _aborted(index)
+                return self._ended(index)
             raise self._lost(error) from error
         except RefusedError as error:
             if error.status < 500:
                 raise
             raise self._lost(EngineLostError(str(error))) from error  # its scheduler died, not this request
         return self._dialect.completion_of(reply, index, sampling, self._eos, self._calls.name)
+
+    def _ended(self, index: int) -> Completion:
+        if self._gone:
+            raise EngineLostError(f"{self._calls.name} was lost before it ended sample {index}")
+        return _aborted(index)
 
     async def _may_go(self) -> bool:
         """Wait while the server is stopped; False where an abort ended the wait."""
@@ -399,9 +405,12 @@ class ServerEngine:
         """End the server that was started for it (an external one is left running); requests in flight are aborted."""
         if self._closed:
             return
-        with suppress(EngineError):
-            if any(not task.done() for task in self._running):
+        if any(not task.done() for task in self._running):
+            try:
+                await self._dialect.abort(self._ask)
                 await self.abort()
+            except EngineError:
+                self._gone = True
         self._closed = True
         if self.process is None:
             with suppress(EngineError):
