@@ -1,6 +1,6 @@
 """What tests of several packages share: a tiny random Llama on disk, its tokenizer, and random scored groups.
 
-Fixtures: `tiny_model_dir`, `make_wide_model`, `wide_model_dir`, `vllm_python`, `tiny_model`, `tiny_codec`, `make_groups`,
+Fixtures: `tiny_model_dir`, `make_wide_model`, `wide_model_dir`, `vllm_python`, `sglang_python`, `tiny_model`, `tiny_codec`, `make_groups`,
 `make_config`, `make_trainer`.
 """
 
@@ -35,7 +35,8 @@ CHAT_TEMPLATE = (
 )
 VOCABULARY = len(SPECIAL_TOKENS) + len(CHARACTERS)
 CONTEXT = 256
-VLLM_PYTHON = "TREADLE_VLLM_PYTHON"  # the interpreter that has vllm; scripts/test-engines makes one
+ENGINE_PYTHONS = {"vllm": "TREADLE_VLLM_PYTHON", "sglang": "TREADLE_SGLANG_PYTHON"}
+"""Variables that name the interpreter of each engine; scripts/test-engines makes them."""
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("no deadline")
@@ -132,9 +133,20 @@ def wide_model_dir(make_wide_model: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
     """The interpreter that has vllm."""
-    python = os.environ.get(VLLM_PYTHON)
+    return _interpreter("vllm")
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """The interpreter that has sglang, and for a CPU what is in tests/engines/sglang_cpu."""
+    return _interpreter("sglang")
+
+
+def _interpreter(engine: str) -> str:
+    name = ENGINE_PYTHONS[engine]
+    python = os.environ.get(name)
     if not python:
-        pytest.skip(f"{VLLM_PYTHON} names no interpreter that has vllm; scripts/test-engines makes one and runs this")
+        pytest.skip(f"{name} names no interpreter that has {engine}; scripts/test-engines makes one and runs this")
     return python
 
 

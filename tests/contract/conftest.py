@@ -7,6 +7,7 @@ have a new version, and what it can't do. An engine that is a server is started 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -14,11 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from treadle.rollout.engines.base import Engine
-from treadle.rollout.engines.http_calls import HttpCalls
+from treadle.rollout.engines.server_engine import Dialect, ServerEngine, ServerLimits
+from treadle.rollout.engines.server_start import Client, ServerLaunch
+from treadle.rollout.engines.sglang_engine import SglangDialect, connect_sglang, start_sglang
+from treadle.rollout.engines.sglang_engine.dialect import ServedModel
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
-from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLaunch, VllmLimits, start_vllm
+from treadle.rollout.engines.vllm_engine import VllmDialect, connect_vllm, start_vllm
 
 SECONDS = 60.0  # a whole test; nothing here may wait for ever
 
@@ -28,7 +33,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True)
 class EngineCase:
-    """`make(model, codec, max_rows)`, or `make(address, codec, max_rows)` of the server that the fixture `server` names.
+    """`make(model, codec, max_rows)`, or `make((address, model_dir), codec, max_rows)` of the shared server of kind `server`.
 
     `seeded`: it draws each sample from a seed of its own. `bounded`: it takes `max_rows`.
     """
@@ -48,17 +53,63 @@ async def set_torch_version(engine, version):
     engine.set_version(version)
 
 
-def make_vllm_engine(address, codec, max_rows):
-    return VllmEngine(HttpCalls.to(address, "vllm"), codec.eos_token_ids, VllmLimits(CONTEXT))
-
-
-async def set_vllm_version(engine, version):
+async def set_server_version(engine, version):
     await engine.set_version(version)
+
+
+@dataclass(frozen=True)
+class ServerCase:
+    """One kind of server: what speaks with one of the model in a folder, how it is started and reached, and the arguments
+    that make it small. `python` is the fixture that names its interpreter."""
+
+    python: str
+    dialect: Callable[[Path], Dialect]
+    start: Callable[..., Awaitable[ServerEngine]]
+    connect: Callable[..., Awaitable[ServerEngine]]
+    arguments: dict[str, str | bool]
+
+    def client(self, model_dir: Path, **limits: float) -> Client:
+        return Client(self.dialect(model_dir), {0}, ServerLimits(CONTEXT, **limits))
+
+
+def sglang_dialect(model_dir):
+    tied = json.loads((model_dir / "config.json").read_text())["tie_word_embeddings"]
+    return SglangDialect(ServedModel(model_dir, torch.float32, tied))
+
+
+SERVERS = {
+    "vllm": ServerCase(
+        "vllm_python",
+        lambda folder: VllmDialect(),
+        start_vllm,
+        connect_vllm,
+        {"enforce-eager": True, "max-model-len": str(CONTEXT)},
+    ),
+    "sglang": ServerCase(
+        "sglang_python",
+        sglang_dialect,
+        start_sglang,
+        connect_sglang,
+        {"attention-backend": "torch_native", "disable-overlap-schedule": True, "disable-cuda-graph": True},
+    ),
+}
+
+
+def make_server_engine(kind):
+    def make(server, codec, max_rows):
+        address, model_dir = server
+        client = replace(SERVERS[kind].client(model_dir), eos_token_ids=codec.eos_token_ids)
+        return client.engine(address, kind)
+
+    return make
 
 
 ENGINES = {
     "torch": EngineCase(make_torch_engine, set_torch_version),
-    "vllm": EngineCase(make_vllm_engine, set_vllm_version, "vllm_address", seeded=False, bounded=False),
+    **{
+        kind: EngineCase(make_server_engine(kind), set_server_version, kind, seeded=False, bounded=False)
+        for kind in SERVERS
+    },
 }
 
 
@@ -73,29 +124,63 @@ def engine_case(request) -> EngineCase:
     return case
 
 
-@pytest.fixture(scope="session")
-def launch_vllm(vllm_python, tmp_path_factory) -> Callable[[Path], VllmLaunch]:
-    """`launch_vllm(model_dir)`: how the tests start a server."""
+@pytest.fixture(params=SERVERS)
+def server_kind(request) -> str:
+    return request.param
 
-    def make(model_dir: Path) -> VllmLaunch:
-        log = tmp_path_factory.mktemp("vllm") / "server.log"
-        small = {"enforce-eager": True, "max-model-len": str(CONTEXT)}
-        return VllmLaunch(vllm_python, str(model_dir), "float32", "cpu", log, 400, 1, threads=1, arguments=small)
+
+@pytest.fixture(scope="session")
+def client_of() -> Callable[..., Client]:
+    """`client_of(kind, model_dir, answer_seconds=30)`: how the tests speak with a server of that model."""
+    return lambda kind, model_dir, **limits: SERVERS[kind].client(model_dir, **limits)
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[[str], Callable[..., Awaitable[ServerEngine]]]:
+    """`await start_server(kind)(launch, client, name)`."""
+    return lambda kind: SERVERS[kind].start
+
+
+@pytest.fixture(scope="session")
+def connect_server() -> Callable[[str], Callable[..., Awaitable[ServerEngine]]]:
+    """`await connect_server(kind)(address, client, seconds=…)`."""
+    return lambda kind: SERVERS[kind].connect
+
+
+@pytest.fixture(scope="session")
+def launch_server(request, tmp_path_factory) -> Callable[[str, Path], ServerLaunch]:
+    """`launch_server(kind, model_dir)`: how the tests start a server."""
+
+    def make(kind: str, model_dir: Path) -> ServerLaunch:
+        case = SERVERS[kind]
+        log = tmp_path_factory.mktemp(kind) / "server.log"
+        python = request.getfixturevalue(case.python)
+        room = 1 if kind == "vllm" else 0.03  # of keys and values, in GiB; vLLM takes whole ones
+        return ServerLaunch(
+            python, str(model_dir), "float32", "cpu", log, 400, room, threads=1, arguments=case.arguments
+        )
 
     return make
 
 
 @pytest.fixture(scope="session")
-def vllm_address(launch_vllm, wide_model_dir) -> Iterator[str]:
-    """One server for all tests that do it no harm, with the weights of the wide model as version 0."""
-    engine = asyncio.run(_started(launch_vllm(wide_model_dir)))
-    assert engine.process is not None
-    yield engine.address
-    engine.process.close()
+def shared_server(launch_server, wide_model_dir) -> Iterator[Callable[[str], tuple[str, Path]]]:
+    """`shared_server(kind)`: address and model of one server for all tests that do it no harm, with its weights as version 0."""
+    started: dict[str, ServerEngine] = {}
+
+    def find(kind: str) -> tuple[str, Path]:
+        if kind not in started:
+            started[kind] = asyncio.run(_started(kind, launch_server(kind, wide_model_dir), wide_model_dir))
+        return started[kind].address, wide_model_dir
+
+    yield find
+    for engine in started.values():
+        assert engine.process is not None
+        engine.process.close()
 
 
-async def _started(launch: VllmLaunch) -> VllmEngine:
-    engine = await start_vllm(launch, {0}, VllmLimits(CONTEXT))
+async def _started(kind: str, launch: ServerLaunch, model_dir: Path) -> ServerEngine:
+    engine = await SERVERS[kind].start(launch, SERVERS[kind].client(model_dir))
     await engine.set_version(0)
     return engine
 
@@ -116,14 +201,12 @@ class WithoutSeeds:
 @pytest.fixture
 def serve(engine_case, wide_model_dir, tiny_codec, request):
     """`serve(use, max_rows=256, codec=…)`: run the coroutine function `use(engine)` on a fresh engine, then close it."""
-    import torch
-
     from treadle.models.load import load_model
 
     if engine_case.server is None:
         runs_on = load_model(str(wide_model_dir), torch.float32, torch.device("cpu"))
     else:
-        runs_on = request.getfixturevalue(engine_case.server)
+        runs_on = request.getfixturevalue("shared_server")(engine_case.server)
     greedy = not engine_case.seeded and not request.node.get_closest_marker("samples")
 
     def run(use, *, max_rows=256, codec=tiny_codec):

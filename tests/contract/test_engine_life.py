@@ -58,6 +58,29 @@ def test_abort_gives_back_what_there_is(serve, complete, make_prompts, shape_is_
     assert all(shape_is_right(c) for c in waiting)
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_abort_in_the_middle_gives_back_the_tokens_so_far(serve, paused, complete, make_prompts, shape_is_right):
+    prompts = make_prompts(2, seed=8)
+    sampling = SamplingParams(200, seed=1, ignore_eos=True)
+
+    async def use(engine):
+        running = asyncio.create_task(complete(engine, prompts[0], sampling, n=2))
+        await complete(engine, prompts[1], SamplingParams(60, ignore_eos=True))
+        if paused:
+            await engine.pause()
+        await engine.abort()
+        cut = await running
+        await engine.resume()
+        return cut, await complete(engine, prompts[0], sampling, n=2)
+
+    for cut, whole in zip(*serve(use), strict=True):
+        assert (cut.status, cut.stop_reason) == (Status.ABORTED, "abort")
+        assert 1 <= len(cut.token_ids) < 200
+        assert cut.token_ids.tolist() == whole.token_ids[: len(cut.token_ids)].tolist()
+        assert cut.logprobs == pytest.approx(whole.logprobs[: len(cut.token_ids)], abs=1e-4)
+        assert shape_is_right(cut)
+
+
 @pytest.mark.parametrize("moments", range(8))
 def test_an_abort_at_any_moment_leaves_a_working_engine(serve, moments, complete, make_prompts):
     prompts = make_prompts(4, seed=8)

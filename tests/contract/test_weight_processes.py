@@ -222,7 +222,7 @@ def test_a_trainer_killed_half_way_leaves_no_mixture(kind, trainer, tiny_model_d
                     await refused
         else:
             assert trainer.ask("offer", version=2) is None
-            for where in (offer.where, {**offer.where, "path": str(offer.where.get("path", "")).replace("/0", "/1")}):
+            for where in (offer.where, {**offer.where, "path": str(offer.where.get("path", "")).replace("/0/", "/1/")}):
                 with pytest.raises(EngineError):  # whatever an engine is told, there is no whole version 2
                     await engine.receive_weights(receiver, replace(offer, version=2, where=where))
             assert all(torch.equal(now, old[name]) for name, now in weights_of(served_model).items())

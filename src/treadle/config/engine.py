@@ -31,3 +31,11 @@ class EngineSection(Section):
         default_factory=dict,
         description="Arguments of vLLM's server by their own names; as flags `--vllm-NAME VALUE`, `--vllm-enforce-eager`.",
     )
+    sglang: dict[str, EngineValue] = Field(
+        default_factory=dict,
+        description="Arguments of SGLang's server by their own names; as flags `--sglang-NAME VALUE`, `--sglang-disable-cuda-graph`.",
+    )
+
+    def arguments(self, kind: str) -> dict[str, EngineValue]:
+        """Those for a server of this kind; none for the torch engine."""
+        return {"vllm": self.vllm, "sglang": self.sglang}.get(kind, {})

@@ -51,7 +51,7 @@ def parse_flags(argv: Sequence[str], recipe: Mapping[str, Any], prog: str) -> Va
 
 
 def take_engine_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Part the words into Treadle's own and what `--vllm-NAME` passes on, by the field that holds it.
+    """Part the words into Treadle's own and what `--vllm-NAME` and `--sglang-NAME` pass on, by the field that holds it.
 
     >>> take_engine_arguments(["--seed", "1", "--vllm-max-model-len", "512", "--vllm-no-enable-x"])
     (['--seed', '1'], {'vllm': {'max_model_len': '512', 'enable_x': False}})
@@ -60,7 +60,7 @@ def take_engine_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, dic
     passed: dict[str, dict[str, Any]] = {}
     at = 0
     while at < len(argv):
-        found = re.fullmatch(r"--(vllm)-([\w.-]+)(?:=(.*))?", argv[at], flags=re.DOTALL)
+        found = re.fullmatch(r"--(vllm|sglang)-([\w.-]+)(?:=(.*))?", argv[at], flags=re.DOTALL)
         at += 1
         if found is None:
             own.append(argv[at - 1])

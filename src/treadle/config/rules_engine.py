@@ -7,38 +7,49 @@ from collections.abc import Iterator
 from treadle.config.findings import Finding, Rule, fault, warning
 from treadle.config.sections import Config
 
-TAKEN = (
-    *("model", "host", "port", "dtype", "seed", "max_num_seqs", "logprobs_mode"),
-    *("weight_transfer_config", "enable_scale_out", "served_model_name", "api_key", "root_path"),
-)
-"""Arguments of vLLM's server that Treadle gives itself, or that it would not reach the server with."""
+TAKEN = {
+    "vllm": (
+        *("model", "host", "port", "dtype", "seed", "max_num_seqs", "logprobs_mode"),
+        *("weight_transfer_config", "enable_scale_out", "served_model_name", "api_key", "root_path"),
+    ),
+    "sglang": (
+        *("model_path", "model", "host", "port", "dtype", "random_seed", "max_running_requests", "device"),
+        *("skip_tokenizer_init", "served_model_name", "api_key", "admin_api_key", "weight_version", "is_embedding"),
+    ),
+}
+"""Arguments of a server that Treadle gives itself, or that it would not reach the server with."""
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 def server_settings_are_used(config: Config) -> Iterator[Finding]:
-    if config.rollout.rollout_engine != "torch":
+    engine, kind = config.engine, config.rollout.rollout_engine
+    for name in NAMES:
+        if engine.arguments(name) and kind != name:
+            yield fault(f"{name} does nothing with rollout_engine = {kind}; set rollout_engine = {name}")
+    if kind != "torch":
         return
-    engine = config.engine
     for name, given in (
         ("engine_python", engine.engine_python is not None),
         ("rollout_external_engine_addrs", bool(engine.rollout_external_engine_addrs)),
-        ("vllm", bool(engine.vllm)),
     ):
         if given:
-            yield fault(f"{name} does nothing with rollout_engine = torch; set rollout_engine = vllm")
+            yield fault(f"{name} does nothing with rollout_engine = torch; set rollout_engine = vllm or sglang")
 
 
 def own_arguments_are_left_alone(config: Config) -> Iterator[Finding]:
-    for name in config.engine.vllm:
-        if name.replace("-", "_") in TAKEN:
-            yield fault(f"--vllm-{name.replace('_', '-')} is not yours to give: Treadle sets it from its own settings")
+    for kind, taken in TAKEN.items():
+        for name in config.engine.arguments(kind):
+            if name.replace("-", "_") in taken:
+                flag = f"--{kind}-{name.replace('_', '-')}"
+                yield fault(f"{flag} is not yours to give: Treadle sets it from its own settings")
 
 
 def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
-    engine, cluster = config.engine, config.cluster
+    engine, cluster, kind = config.engine, config.cluster, config.rollout.rollout_engine
     addresses = engine.rollout_external_engine_addrs
     if not addresses:
         return
-    for name, given in (("engine_python", engine.engine_python is not None), ("vllm", bool(engine.vllm))):
+    for name, given in (("engine_python", engine.engine_python is not None), (kind, bool(engine.arguments(kind)))):
         if given:
             yield warning(f"{name} does nothing with rollout_external_engine_addrs: those servers run already")
     if len(set(addresses)) < len(addresses):
@@ -51,11 +62,11 @@ def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
 
 
 def servers_receive_by_their_transports(config: Config) -> Iterator[Finding]:
-    transport = config.cluster.weight_transport
-    if config.rollout.rollout_engine == "vllm" and transport == "disk-delta":
+    transport, kind = config.cluster.weight_transport, config.rollout.rollout_engine
+    if transport in {"vllm": ("disk-delta",), "sglang": ("disk-delta", "cuda_ipc")}.get(kind, ()):
         yield fault(
-            f"weight_transport = {transport} does not reach a vLLM server; take shm (one machine), broadcast (a network) "
-            "or disk (a shared folder)"
+            f"weight_transport = {transport} does not reach servers of {NAMES[kind]}; take shm (one machine), broadcast (a "
+            "network) or disk (a shared folder)"
         )
 
 

@@ -97,9 +97,9 @@ class RolloutSection(Section):
         (), description="Token ids that end a sample, beside the model's own."
     )
     rollout_seed: int = Field(42, ge=0, description="Seed of the prompt order and of every sample.")
-    rollout_engine: Literal["torch", "vllm"] = Field(
+    rollout_engine: Literal["torch", "vllm", "sglang"] = Field(
         "torch",
-        description="What generates: `torch` is the embedded engine, on the trainer's own weights; `vllm` a server of its own.",
+        description="What generates: `torch` is the embedded engine, on the trainer's own weights; `vllm` and `sglang` are servers of their own.",
     )
     group_filter: str | None = Field(
         None,

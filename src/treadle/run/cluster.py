@@ -361,7 +361,8 @@ def _transport(config: Config, places: Places, receivers: int, folder: Path) -> 
     if name == "auto":
         name = "shm" if places.on_one_node else "broadcast"
     folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
-    nccl = places.uses_gpus and not cluster.colocate
+    on_cpu = config.rollout.rollout_engine == "sglang"  # there the servers' clients take it
+    nccl = places.uses_gpus and not cluster.colocate and not on_cpu
     elsewhere = config.engine.rollout_external_engine_addrs or not places.on_one_node
     host = places.train[0].node_ip if elsewhere else "127.0.0.1"
     return TransportPlan(name, receivers, folder.absolute(), host=host, backend="nccl" if nccl else "gloo")

@@ -13,8 +13,8 @@ from typing import Any
 from treadle.chat import load_codec
 from treadle.errors import EngineLostError
 from treadle.rollout.engines.base import EnginePart
+from treadle.rollout.engines.server_engine import ServerEngine
 from treadle.rollout.engines.torch_engine import TorchEngine
-from treadle.rollout.engines.vllm_engine import VllmEngine
 from treadle.run import build
 from treadle.run.compute import ComputeThread
 from treadle.run.memory import PeakMemory
@@ -34,14 +34,14 @@ class EngineActor:
     def __init__(self, setup: WorkerSetup, index: int):
         enter_worker(setup)
         self._setup, self._index = setup, index
-        self._engine: TorchEngine | VllmEngine | None = None
+        self._engine: TorchEngine | ServerEngine | None = None
         self._served: ServedWeights | None = None
         self._receivers: dict[str, WeightReceiver] = {}
         self._host, self._memory = HostCopies(), PeakMemory()
         self._compute = ComputeThread()
 
     @property
-    def engine(self) -> TorchEngine | VllmEngine:
+    def engine(self) -> TorchEngine | ServerEngine:
         assert self._engine is not None, "start first"
         return self._engine
 
@@ -51,8 +51,9 @@ class EngineActor:
         codec = await asyncio.to_thread(load_codec, self._setup.model_path)
         if is_server(config):
             logs = Path(tempfile.mkdtemp(prefix="treadle-engine-"))
-            place = ServerPlace(self._setup.model_path, codec, logs)
-            server = self._engine = await open_server(config, place, self._index)
+            server = self._engine = await open_server(
+                config, ServerPlace(self._setup.model_path, codec, logs), self._index
+            )
             return await server.num_workers()
         model = await self._compute.run(build.load_policy, config, self._setup.model_path, trainable=False)
         self._engine = build.open_torch_engine(config, model, codec, self._compute)
@@ -64,7 +65,7 @@ class EngineActor:
     async def receive(self, offer: dict[str, Any]) -> int:
         """Take offered weights; the version."""
         given, engine = Offer.from_json(offer), self.engine
-        if isinstance(engine, VllmEngine):
+        if isinstance(engine, ServerEngine):
             await engine.receive(given)
             return engine.version
         if self._served is None:
@@ -75,7 +76,7 @@ class EngineActor:
         return engine.version
 
     async def set_version(self, version: int) -> int:
-        if isinstance(self.engine, VllmEngine):
+        if isinstance(self.engine, ServerEngine):
             await self.engine.set_version(version)
         else:
             self.engine.set_version(version)
@@ -96,7 +97,7 @@ class EngineActor:
         The most memory of the turn that ends, in GiB; None of a server, which has its own.
         """
         engine = self.engine
-        if isinstance(engine, VllmEngine):
+        if isinstance(engine, ServerEngine):
             await engine.sleep()
             return None
         most = self._memory.turn(engine.model.device.type)
@@ -108,7 +109,7 @@ class EngineActor:
     async def wake(self, part: EnginePart) -> float | None:
         """Inverse of `sleep`, by parts; with the weights, the most memory of the turn that ends."""
         engine, most = self.engine, None
-        if part == "weights" and not isinstance(engine, VllmEngine):
+        if part == "weights" and not isinstance(engine, ServerEngine):
             most = self._memory.turn(engine.model.device.type)
             await self._compute.run(self._host.wake)
         await engine.wake(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,11 @@ from treadle.errors import EngineError, EngineLostError
 from treadle.models.load import compute_dtype, context_length, load_config, name_of, pick_device
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.pool import PUBLISH_TRIES, EnginePool, PoolLimits
-from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLaunch, VllmLimits, connect_vllm, start_vllm
+from treadle.rollout.engines.server_engine import Dialect, ServerEngine, ServerLimits
+from treadle.rollout.engines.server_start import Client, ServerLaunch
+from treadle.rollout.engines.sglang_engine import SglangDialect, connect_sglang, start_sglang
+from treadle.rollout.engines.sglang_engine.dialect import ServedModel
+from treadle.rollout.engines.vllm_engine import VllmDialect, connect_vllm, start_vllm
 from treadle.run.exchange import exchange
 from treadle.weights import Offer, SentWeights
 from treadle.weights.base import WeightSender
@@ -48,37 +52,73 @@ def pool_limits(config: Config) -> PoolLimits:
     return PoolLimits(cluster.health_check_interval_seconds, cluster.health_check_timeout_seconds, cluster.max_restarts)
 
 
-async def open_server(config: Config, place: ServerPlace, index: int) -> VllmEngine:
+async def open_server(config: Config, place: ServerPlace, index: int) -> ServerEngine:
     """Start server `index`, or reach the one that runs; raises `EngineError` or `DeadlineError`."""
-    engine, rollout = config.engine, config.rollout
-    device = pick_device(config.model.device).type
-    given = engine.vllm.get("max_model_len")
-    limits = VllmLimits(
-        max_length=int(given) if isinstance(given, str | int) else context_length(load_config(place.model_path)),
+    kind = KINDS[config.rollout.rollout_engine]
+    client = Client(kind.dialect(config, place), place.codec.eos_token_ids, _limits(config, place, kind))
+    addresses = config.engine.rollout_external_engine_addrs
+    if addresses:
+        seconds = config.engine.engine_start_timeout_seconds
+        return await kind.connect(addresses[index], client, seconds=seconds)
+    return await kind.start(_launch(config, place, index), client, f"{kind.name} engine {index}")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of server: `length_argument` of its own sets the context."""
+
+    name: str
+    length_argument: str
+    dialect: Callable[[Config, ServerPlace], Dialect]
+    start: Callable[[ServerLaunch, Client, str], Awaitable[ServerEngine]]
+    connect: Callable[..., Awaitable[ServerEngine]]
+
+
+def _vllm_dialect(config: Config, place: ServerPlace) -> Dialect:
+    return VllmDialect(seeded=pick_device(config.model.device).type != "cpu")
+
+
+def _sglang_dialect(config: Config, place: ServerPlace) -> Dialect:
+    dtype = compute_dtype(config.model.dtype, config.model.device)
+    tied = bool(getattr(load_config(place.model_path).get_text_config(), "tie_word_embeddings", False))
+    return SglangDialect(ServedModel(Path(place.model_path), dtype, tied))
+
+
+KINDS = {
+    "vllm": _Kind("vLLM", "max_model_len", _vllm_dialect, start_vllm, connect_vllm),
+    "sglang": _Kind("SGLang", "context_length", _sglang_dialect, start_sglang, connect_sglang),
+}
+"""Kinds of servers by their name in `rollout_engine`."""
+
+
+def _limits(config: Config, place: ServerPlace, kind: _Kind) -> ServerLimits:
+    given = config.engine.arguments(config.rollout.rollout_engine)
+    length = given.get(kind.length_argument, given.get(kind.length_argument.replace("_", "-")))
+    on_device = pick_device(config.model.device).type != "cpu"
+    return ServerLimits(
+        max_length=int(length) if isinstance(length, str | int) else context_length(load_config(place.model_path)),
         answer_seconds=config.cluster.health_check_timeout_seconds,
         weights_seconds=config.cluster.train_timeout_seconds,
-        seeded=device != "cpu",
-        sleeps=device != "cpu" and not engine.rollout_external_engine_addrs,
+        sleeps=on_device and not config.engine.rollout_external_engine_addrs,
     )
-    eos = place.codec.eos_token_ids
-    if engine.rollout_external_engine_addrs:
-        address = engine.rollout_external_engine_addrs[index]
-        return await connect_vllm(address, eos, limits, seconds=engine.engine_start_timeout_seconds)
-    launch = VllmLaunch(
-        python=engine.engine_python or sys.executable,
+
+
+def _launch(config: Config, place: ServerPlace, index: int) -> ServerLaunch:
+    rollout, cluster, is_ray = config.rollout, config.cluster, config.cluster.runtime == "ray"
+    return ServerLaunch(
+        python=config.engine.engine_python or sys.executable,
         model_path=place.model_path,
         dtype=name_of(compute_dtype(config.model.dtype, config.model.device)),
-        device=device,
-        log=place.logs / f"vllm-{index}.log",
-        start_seconds=engine.engine_start_timeout_seconds,
+        device=pick_device(config.model.device).type,
+        log=place.logs / f"{rollout.rollout_engine}-{index}.log",
+        start_seconds=config.engine.engine_start_timeout_seconds,
         kv_cache_gib=rollout.kv_cache_gib,
         max_num_seqs=rollout.max_running_requests,
         seed=rollout.rollout_seed + index,
-        threads=config.cluster.num_cpus_per_worker if config.cluster.runtime == "ray" else None,
-        gpus=config.cluster.rollout_num_gpus_per_engine if config.cluster.runtime == "ray" else 1,
-        arguments=engine.vllm,
+        threads=cluster.num_cpus_per_worker if is_ray else None,
+        gpus=cluster.rollout_num_gpus_per_engine if is_ray else 1,
+        arguments=config.engine.arguments(config.rollout.rollout_engine),
     )
-    return await start_vllm(launch, eos, limits, f"vLLM engine {index}")
 
 
 class LocalServers:
@@ -123,7 +163,7 @@ class LocalServers:
             offer = await asyncio.to_thread(sender.offer, version)
 
             async def apply(engine: Engine, offer: Offer = offer) -> None:
-                assert isinstance(engine, VllmEngine)
+                assert isinstance(engine, ServerEngine)
                 await engine.receive(offer)
 
             errors = await exchange(offer.transport, self.pool.update(apply), lambda: asyncio.to_thread(sender.deliver))
@@ -151,7 +191,7 @@ class LocalServers:
             raise
         return engine
 
-    async def _send_again(self, engine: VllmEngine, version: int) -> None:
+    async def _send_again(self, engine: ServerEngine, version: int) -> None:
         sender = await self._open_sender([engine])
         try:
             offer = await asyncio.to_thread(sender.offer, version)
@@ -161,7 +201,7 @@ class LocalServers:
         finally:
             sender.close()
 
-    async def _open_sender(self, engines: Sequence[VllmEngine]) -> WeightSender:
+    async def _open_sender(self, engines: Sequence[ServerEngine]) -> WeightSender:
         """The trainer's end of the transport that was asked for, to these servers."""
         config, asked = self._config, self._config.cluster
         workers = [await engine.num_workers() for engine in engines]
@@ -169,7 +209,8 @@ class LocalServers:
         where = self._place.logs / "weights" if asked.weight_folder is None else Path(asked.weight_folder)
         # A server that is started here is on the trainer's GPU, and two ranks of NCCL can't share one.
         external = config.engine.rollout_external_engine_addrs
-        backend = "nccl" if external and pick_device(config.model.device).type == "cuda" else "gloo"
+        takes_it_itself = config.rollout.rollout_engine == "vllm"
+        backend = "nccl" if external and takes_it_itself and pick_device(config.model.device).type == "cuda" else "gloo"
         plan = TransportPlan(name, sum(workers), where.absolute(), host=host_towards(external), backend=backend)
         return open_sender(plan, SentWeights(dict(self._model.named_parameters())))
 

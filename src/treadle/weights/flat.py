@@ -29,6 +29,15 @@ class Layout:
             at += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
         return cls(specs, offsets, at)
 
+    @classmethod
+    def dense(cls, specs: Mapping[str, WeightSpec]) -> Layout:
+        """Without gaps, as safetensors wants it: the widest dtypes first, so that each weight is still aligned to its own."""
+        offsets, at = {}, 0
+        for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
+            offsets[name] = at
+            at += specs[name].num_bytes
+        return cls(specs, offsets, at)
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The weights as views of `flat`, a uint8 tensor of `num_bytes`."""
         return {

@@ -2,7 +2,9 @@
 
     <folder>/treadle-weights-XXXX/     mode 0700, one for each sender; removed on close, or by the next sender's start
         lock                           flocked for the sender's life, so that a crash is known
-        0, 1, …                        slots, mode 0600: page 0 the header, then all weights
+        0/model.safetensors, 1/…       slots, mode 0600: a header of whole pages, then all weights
+
+A slot is a file of safetensors, alone in its folder, so that an engine can load it with what it loads any model with.
 
 Slots are written in turn and their pages used again, so only the first pushes pay for fresh memory. The sender locks
 a slot to write it and a reader shares that lock for as long as any tensor of its view lives; a slot that somebody
@@ -20,7 +22,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,23 @@ from treadle.weights.flat import Layout
 
 NAME = "shm"
 PREFIX = "treadle-weights-"
-MAGIC = "treadle weights 1"
+FILE = "model.safetensors"
+LENGTH_BYTES = 8  # of the header's length, at the start of every file of safetensors
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+}
+"""What safetensors calls the dtypes that can be offered."""
 GIB = 2**30
 
 
@@ -49,12 +66,13 @@ class _Slot:
 
     def open(self) -> None:
         """Create the file with memory behind every byte, so that a full file system is an error, not a SIGBUS."""
+        self.path.parent.mkdir(mode=0o700)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _reserve(self.descriptor, self.path.parent, self.size)
         except OSError as error:
             self.remove()
-            raise EngineError(_no_room(self.path.parent, self.size, error)) from error
+            raise EngineError(_no_room(self.path.parent.parent, self.size, error)) from error
         self.memory = mmap.mmap(self.descriptor, self.size)
 
     def is_read(self) -> bool:
@@ -66,7 +84,7 @@ class _Slot:
 
     def remove(self) -> None:
         """Readers keep their maps; the memory goes with the last of them."""
-        self.path.unlink(missing_ok=True)
+        shutil.rmtree(self.path.parent, ignore_errors=True)
         os.close(self.descriptor)
         self.memory = None
 
@@ -76,7 +94,7 @@ class ShmSender:
 
     def __init__(self, weights: SentWeights, folder: Path | None = None):
         self._weights = weights
-        self._layout = Layout.of(weights.specs)
+        self._layout = Layout.dense(weights.specs)
         base = folder or default_folder()
         remove_abandoned(base)
         self._folder, self._lock = _make_folder(base)
@@ -90,11 +108,12 @@ class ShmSender:
         slot = self._free_slot()
         try:
             assert slot.memory is not None
-            slot.memory[: len(MAGIC)] = bytes(len(MAGIC))  # no header: what follows is half-written
+            slot.memory[:LENGTH_BYTES] = bytes(LENGTH_BYTES)  # no header: what follows is half-written
             flat = torch.frombuffer(slot.memory, dtype=torch.uint8)[self._header_bytes :]
             checksum = self._weights.copy_to(self._layout.views(flat))
             header = _header(self._layout, version, self._header_bytes, checksum)
-            slot.memory[: len(header)] = header
+            slot.memory[LENGTH_BYTES : len(header)] = header[LENGTH_BYTES:]
+            slot.memory[:LENGTH_BYTES] = header[:LENGTH_BYTES]
         finally:
             slot.release()
         self._newest = slot
@@ -106,7 +125,7 @@ class ShmSender:
         for slot in self._slots:
             if slot is not self._newest and not slot.is_read():
                 return slot
-        slot = _Slot(self._folder / str(self._made), self._header_bytes + self._layout.num_bytes)
+        slot = _Slot(self._folder / str(self._made) / FILE, self._header_bytes + self._layout.num_bytes)
         slot.open()
         self._made += 1
         self._slots.append(slot)
@@ -153,7 +172,7 @@ def map_offer(offer: Offer, *, verify: bool = True) -> dict[str, Tensor]:
     its header, written last, is another one, or, unless `verify` is off, the bytes do not match their checksum.
     """
     path = Path(str(offer.where.get("path")))
-    layout = Layout.of(offer.specs)
+    layout = Layout.dense(offer.specs)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -226,14 +245,22 @@ def _reserve(descriptor: int, folder: Path, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
-def _header(layout: Layout, version: int, start: int, checksum: str) -> bytes:
-    """Line of JSON at the start of a slot. Both ends can write it, so a reader compares and never parses."""
-    weights = {
-        name: [list(spec.shape), str(spec.dtype).removeprefix("torch."), start + layout.offsets[name]]
-        for name, spec in layout.specs.items()
+def _header(layout: Layout, version: int, size: int, checksum: str) -> bytes:
+    """The header of a slot, filled up to `size`. Both ends can write it, so a reader compares and never parses."""
+    fields: dict[str, Any] = {
+        "__metadata__": {"format": "pt", "treadle": "1", "version": str(version), "xxh3": checksum},
+        **{
+            name: {
+                "dtype": DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [layout.offsets[name], layout.offsets[name] + spec.num_bytes],
+            }
+            for name, spec in layout.specs.items()
+        },
     }
-    fields: Mapping[str, Any] = {"version": version, "bytes": layout.num_bytes, "xxh3": checksum, "weights": weights}
-    return f"{MAGIC} {json.dumps(fields)}\n".encode()
+    text = json.dumps(fields).encode()
+    text += b" " * (size - LENGTH_BYTES - len(text))
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _lock(descriptor: int, kind: int) -> bool:
@@ -245,8 +272,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _pages(num_bytes: int) -> int:
-    # The header's own offsets may be longer than those it is measured with: leave room for them.
-    return -(-2 * num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _no_room(folder: Path, size: int, error: OSError) -> str:

@@ -12,15 +12,12 @@ kernels), so they are given to its own loader.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -30,10 +27,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from treadle.errors import EngineError
-from treadle.weights import broadcast, cuda_ipc, disk, shm
+from treadle.weights import broadcast
 from treadle.weights.base import Offer, WeightSpec, check_specs
-
-HEAD = "lm_head.weight"
+from treadle.weights.offered import expected_specs, opened
 
 
 @dataclass
@@ -115,44 +111,6 @@ class TreadleWeights(WeightTransferEngine[NoInit, OfferedWeights]):
 
     def shutdown(self) -> None:
         self._intake.leave()
-
-
-@contextmanager
-def opened(offer: Offer, *, verify: bool) -> Iterator[Mapping[str, Tensor]]:
-    """The offered weights, mapped from where they lie; `verify` compares checksums too, where there are any."""
-    if offer.transport == shm.NAME:
-        yield shm.map_offer(offer, verify=verify)
-    elif offer.transport == disk.NAME:
-        with disk.open_offered(offer, verify=verify) as tensors:
-            yield tensors
-    elif offer.transport == cuda_ipc.NAME:
-        yield cuda_ipc.open_handles(offer)
-    else:
-        raise EngineError(
-            f"weights are offered by {offer.transport!r}; a vLLM server takes shm, disk, broadcast and cuda_ipc"
-        )
-
-
-def expected_specs(folder: Path, dtype: torch.dtype, tied: bool) -> dict[str, WeightSpec]:
-    """Names and shapes of the weights that the model folder holds, in the dtype the server computes in.
-
-    The head of a tied model is not one of them. Raises `EngineError` where the folder has no safetensors.
-    """
-    index = folder / "model.safetensors.index.json"
-    files = (
-        sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        if index.is_file()
-        else sorted(folder.glob("*.safetensors"))
-    )
-    if not files:
-        raise EngineError(f"{folder} has no safetensors to compare sent weights with; save the model as safetensors")
-    specs: dict[str, WeightSpec] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if not (tied and name == HEAD):
-                    specs[name] = WeightSpec(tuple(file.get_slice(name).get_shape()), dtype)
-    return specs
 
 
 def refresh_prepacked_heads(model: torch.nn.Module) -> None:

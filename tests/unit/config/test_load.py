@@ -205,8 +205,11 @@ def test_arguments_of_an_engine_are_passed_by_prefix_and_win_over_the_recipe(rec
     assert load_config(recipe(to_toml(config))) == config
 
 
-def test_engine_arguments_alone_are_enough():
-    assert load_config(None, ["--vllm-enforce-eager"]).engine.vllm == {"enforce_eager": True}
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_engine_arguments_alone_are_enough(kind):
+    engine = load_config(None, [f"--{kind}-enable-x", f"--{kind}-y", "3"]).engine
+    assert engine.arguments(kind) == {"enable_x": True, "y": "3"}
+    assert sum(bool(engine.arguments(name)) for name in ("torch", "vllm", "sglang")) == 1
 
 
 def test_the_table_of_engine_arguments_is_named_in_refusals(recipe):

@@ -6,6 +6,7 @@ from treadle.config import check_config
 from treadle.errors import ConfigError
 
 VLLM = {"rollout_engine": "vllm"}
+SGLANG = {"rollout_engine": "sglang"}
 
 
 @pytest.fixture
@@ -39,6 +40,12 @@ def test_a_plain_run_with_vllm_has_no_findings(findings):
 @pytest.mark.parametrize("transport", ["auto", "shm", "disk", "broadcast", "cuda_ipc"])
 def test_a_server_takes_weights_by_most_transports(findings, transport):
     assert findings(**VLLM, weight_transport=transport) == ""
+    if transport != "cuda_ipc":
+        assert findings(**SGLANG, weight_transport=transport) == ""
+
+
+def test_a_plain_run_with_sglang_has_no_findings(findings):
+    assert findings(**SGLANG, engine_python="p", sglang={"mem_fraction_static": 0.4}) == ""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +55,15 @@ def test_a_server_takes_weights_by_most_transports(findings, transport):
         ({"vllm": {"x": "1"}}, "vllm does nothing with rollout_engine = torch"),
         ({"rollout_external_engine_addrs": ("a:1",)}, "rollout_external_engine_addrs does nothing"),
         ({**VLLM, "vllm": {"max-num-seqs": "3"}}, "--vllm-max-num-seqs is not yours to give"),
-        ({**VLLM, "weight_transport": "disk-delta"}, "weight_transport = disk-delta does not reach a vLLM server"),
+        ({**SGLANG, "sglang": {"model-path": "x"}}, "--sglang-model-path is not yours to give"),
+        ({**SGLANG, "vllm": {"x": "1"}}, "vllm does nothing with rollout_engine = sglang; set rollout_engine = vllm"),
+        ({**VLLM, "sglang": {"x": "1"}}, "sglang does nothing with rollout_engine = vllm"),
+        ({**VLLM, "weight_transport": "disk-delta"}, "weight_transport = disk-delta does not reach servers of vLLM"),
+        ({**SGLANG, "weight_transport": "cuda_ipc"}, "weight_transport = cuda_ipc does not reach servers of SGLang"),
+        (
+            {**SGLANG, "weight_transport": "disk-delta"},
+            "weight_transport = disk-delta does not reach servers of SGLang",
+        ),
         ({**VLLM, "rollout_external_engine_addrs": ("a:1", "a:1")}, "names a server twice"),
         (
             {**VLLM, "rollout_external_engine_addrs": ("a:1",), "vllm": {"x": True}},

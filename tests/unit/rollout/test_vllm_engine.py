@@ -14,14 +14,19 @@ import pytest
 import torch
 
 from treadle.errors import DeadlineError, EngineError, EngineLostError
-from treadle.rollout.engines.http_calls import HttpCalls
-from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLaunch, VllmLimits, start_vllm
+from treadle.rollout.engines.server_engine import ServerLimits
+from treadle.rollout.engines.server_start import Client, ServerLaunch
+from treadle.rollout.engines.vllm_engine import VllmDialect, start_vllm
 from treadle.rollout.engines.vllm_engine.launch import arguments_of, plugin_folder, variables_of
 from treadle.rollout.engines.vllm_engine.replies import completion_of, request_of
 from treadle.types import SamplingParams, Status
 from treadle.weights import Offer, WeightSpec
 
 SECONDS = 30.0
+
+
+def client(length: int, **limits: float) -> Client:
+    return Client(VllmDialect(), {0}, ServerLimits(length, **limits))
 
 
 def reply(**changes):
@@ -119,18 +124,18 @@ def test_what_ends_a_sample_is_said_in_full():
 def launch(tmp_path):
     """`launch(body, seconds=10)`: a server whose "interpreter" answers the probe, then runs `body` instead of vLLM."""
 
-    def make(body: str, seconds: float = 10.0) -> VllmLaunch:
+    def make(body: str, seconds: float = 10.0) -> ServerLaunch:
         python = tmp_path / "python"
         answer = json.dumps({"vllm": "0", "xxhash": True, "tag": "x"})
         python.write_text(f"#!/bin/sh\nif [ \"$1\" = -c ]; then echo '{answer}'; exit 0; fi\n{body}\n")
         python.chmod(0o700)
-        return VllmLaunch(str(python), "model", "float32", "cpu", tmp_path / "logs" / "server.log", seconds)
+        return ServerLaunch(str(python), "model", "float32", "cpu", tmp_path / "logs" / "server.log", seconds)
 
     return make
 
 
-def start(launch: VllmLaunch):
-    return asyncio.run(asyncio.wait_for(start_vllm(launch, {0}, VllmLimits(256)), SECONDS))
+def start(launch: ServerLaunch):
+    return asyncio.run(asyncio.wait_for(start_vllm(launch, client(256)), SECONDS))
 
 
 def test_a_server_that_ends_at_its_start_is_quoted(launch):
@@ -225,7 +230,7 @@ def talk(answer: bytes | None, use):
     async def main():
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        engine = VllmEngine(HttpCalls.to(f"127.0.0.1:{port}", "engine 7"), {0}, VllmLimits(64, answer_seconds=0.3))
+        engine = client(64, answer_seconds=0.3).engine(f"127.0.0.1:{port}", "engine 7")
         try:
             return await asyncio.wait_for(use(engine), SECONDS)
         finally:
@@ -267,7 +272,7 @@ def test_answers_that_are_none(answer, kind, message):
 
 def test_nobody_there_is_lost():
     async def main():
-        engine = VllmEngine(HttpCalls.to("127.0.0.1:9", "engine 7"), {0}, VllmLimits(64))
+        engine = client(64).engine("127.0.0.1:9", "engine 7")
         with pytest.raises(EngineLostError, match="engine 7 is gone"):
             await one(engine)
 
@@ -294,7 +299,7 @@ def told(refused: set[tuple[str, int]], use):
     async def main():
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        engine = VllmEngine(HttpCalls.to(f"127.0.0.1:{port}", "engine 7"), {0}, VllmLimits(64, answer_seconds=5))
+        engine = client(64, answer_seconds=5).engine(f"127.0.0.1:{port}", "engine 7")
         await asyncio.wait_for(use(engine), SECONDS)
         server.close()
 
@@ -348,7 +353,7 @@ def test_an_older_version_is_refused():
 
 def test_arguments_of_the_user_go_to_the_server_as_they_are():
     given = {"max_model_len": "512", "enforce-eager": True, "enable_prefix_caching": False, "lora_modules": ("a", "b")}
-    launch = VllmLaunch("python", "folder", "bfloat16", "cpu", Path("log"), 1.0, arguments=given)
+    launch = ServerLaunch("python", "folder", "bfloat16", "cpu", Path("log"), 1.0, arguments=given)
     words = arguments_of(launch, 4321)
     text = " ".join(words)
     assert "--max-model-len 512" in text
@@ -362,13 +367,13 @@ def test_arguments_of_the_user_go_to_the_server_as_they_are():
 
 
 def test_a_server_on_several_gpus_sleeps_and_shares_the_model_out():
-    words = arguments_of(VllmLaunch("python", "folder", "bfloat16", "cuda", Path("log"), 1.0, gpus=4), 4321)
+    words = arguments_of(ServerLaunch("python", "folder", "bfloat16", "cuda", Path("log"), 1.0, gpus=4), 4321)
     assert "--enable-sleep-mode" in words
     assert "--tensor-parallel-size 4" in " ".join(words)
 
 
 def test_the_variables_give_a_cpu_server_its_share(tmp_path, monkeypatch):
-    launch = VllmLaunch("python", "folder", "bfloat16", "cpu", Path("log"), 1.0, kv_cache_gib=2.6, threads=3)
+    launch = ServerLaunch("python", "folder", "bfloat16", "cpu", Path("log"), 1.0, kv_cache_gib=2.6, threads=3)
     found = variables_of(launch, tmp_path)
     assert (found["VLLM_CPU_KVCACHE_SPACE"], found["OMP_NUM_THREADS"]) == ("3", "3")
     assert found["PYTHONPATH"] == str(tmp_path)

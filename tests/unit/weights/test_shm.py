@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from treadle.errors import EngineError
 from treadle.weights import SentWeights
@@ -35,14 +36,14 @@ def sender(weights, tmp_path):
 
 
 def slots(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*/*") if path.name != "lock")
+    return sorted(folder.glob("*/*/model.safetensors"))
 
 
 def test_nobody_else_can_read_the_weights(sender, tmp_path):
     sender.offer(1)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
     (folder,) = tmp_path.iterdir()
-    assert modes == {folder.name: 0o700, "lock": 0o600, "0": 0o600}
+    assert modes == {folder.name: 0o700, "lock": 0o600, "0": 0o700, "model.safetensors": 0o600}
 
 
 def test_a_view_is_the_file_itself_and_stays_while_newer_versions_come(sender, weights, tmp_path):
@@ -86,6 +87,14 @@ def test_a_version_that_was_written_over_is_refused(sender, weights, served_like
     assert (served.version, served.torn) == (None, None)
 
 
+def test_what_is_offered_is_a_file_that_safetensors_reads(sender, weights, tmp_path):
+    offer = sender.offer(1)
+    found = load_file(offer.where["path"])
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) and found[name].dtype == weights[name].dtype for name in found)
+    assert len(list(Path(offer.where["path"]).parent.iterdir())) == 1
+
+
 def test_a_view_outlives_its_sender(weights, tmp_path):
     sender = ShmSender(SentWeights(weights), tmp_path)
     view = map_offer(sender.offer(1))
@@ -94,7 +103,7 @@ def test_a_view_outlives_its_sender(weights, tmp_path):
     assert torch.equal(view["a"], weights["a"])
 
 
-@pytest.mark.parametrize("at", [0, 30, mmap.PAGESIZE + 11, mmap.PAGESIZE + 3000 * 4 + 35])
+@pytest.mark.parametrize("at", [0, 30, mmap.PAGESIZE + 11, mmap.PAGESIZE + 3000 * 4 + 5])
 def test_one_wrong_byte_is_found_before_anything_changes(sender, weights, tmp_path, at, served_like):
     offer = sender.offer(1)
     (path,) = slots(tmp_path)

@@ -8,15 +8,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import treadle
 from treadle.errors import EngineError
-from treadle.rollout.engines.http_calls import HttpCalls, RefusedError
-from treadle.rollout.engines.server_process import ServerCommand, ServerProcess, free_port
-from treadle.rollout.engines.vllm_engine.engine import VllmEngine, VllmLimits
+from treadle.rollout.engines.server_engine import ServerEngine
+from treadle.rollout.engines.server_process import ServerCommand, free_port
+from treadle.rollout.engines.server_start import (
+    Argument,
+    Client,
+    ServerLaunch,
+    connect_server,
+    start_server,
+    words_of,
+)
 from treadle.weights.vllm_plugin import BACKEND
 
 _PROBE = """
@@ -28,65 +33,26 @@ print(json.dumps({"vllm": vllm, "xxhash": u.find_spec("xxhash") is not None, "ta
 _PROBE_SECONDS = 60
 
 
-@dataclass(frozen=True)
-class VllmLaunch:
-    """What a server is started with. `arguments` go to it as they are, `--name value`."""
-
-    python: str
-    model_path: str
-    dtype: str
-    device: str
-    log: Path
-    start_seconds: float
-    kv_cache_gib: float = 2.0
-    max_num_seqs: int = 256
-    seed: int = 0
-    threads: int | None = None
-    gpus: int = 1
-    arguments: Mapping[str, str | bool | int | float | tuple[str, ...]] = field(default_factory=dict)
-
-
-async def start_vllm(
-    launch: VllmLaunch, eos_token_ids: Collection[int], limits: VllmLimits, name: str = "the vLLM server"
-) -> VllmEngine:
-    """Start a server on this machine and wait until it serves.
-
-    Raises `EngineError` with the end of its log where it does not, and `DeadlineError` where it takes too long.
-    """
+async def start_vllm(launch: ServerLaunch, client: Client, name: str = "the vLLM server") -> ServerEngine:
+    """Start a server on this machine and wait until it serves; `EngineError` or `DeadlineError` where it does not."""
     folder = await asyncio.to_thread(plugin_folder, launch.python, launch.log.parent.absolute() / "plugin")
     port = free_port()
     args = [launch.python, "-m", "vllm.entrypoints.openai.api_server", *arguments_of(launch, port)]
-    process = ServerProcess.start(ServerCommand(name, args, variables_of(launch, folder), launch.log))
-    engine = VllmEngine(HttpCalls.to(f"127.0.0.1:{port}", name), eos_token_ids, limits, process)
-    try:
-        await engine.wait_until_ready(launch.start_seconds)
-    except BaseException:
-        await engine.close()
-        raise
-    return engine
+    command = ServerCommand(name, args, variables_of(launch, folder), launch.log)
+    return await start_server(command, port, client, launch.start_seconds)
 
 
-async def connect_vllm(
-    address: str, eos_token_ids: Collection[int], limits: VllmLimits, *, seconds: float, name: str = ""
-) -> VllmEngine:
+async def connect_vllm(address: str, client: Client, *, seconds: float, name: str = "") -> ServerEngine:
     """Reach a server that somebody else runs; it must have been started as the page on engines says."""
-    engine = VllmEngine(HttpCalls.to(address, name or f"the vLLM server at {address}"), eos_token_ids, limits)
-    try:
-        await engine.wait_until_ready(seconds)
-        await engine.health()
-        await engine.resume()
-    except RefusedError as error:
-        await engine.close()
-        raise EngineError(f"{error}; was it started with VLLM_SERVER_DEV_MODE=1? See the page on engines") from error
-    except BaseException:
-        await engine.close()
-        raise
-    return engine
+    hint = "was it started with VLLM_SERVER_DEV_MODE=1? See the page on engines"
+    return await connect_server(
+        address, client, name=name or f"the vLLM server at {address}", seconds=seconds, hint=hint
+    )
 
 
-def arguments_of(launch: VllmLaunch, port: int) -> list[str]:
+def arguments_of(launch: ServerLaunch, port: int) -> list[str]:
     """The server's command line after the module's name."""
-    own = {
+    own: dict[str, Argument] = {
         "model": launch.model_path,
         "host": "127.0.0.1",
         "port": str(port),
@@ -101,19 +67,10 @@ def arguments_of(launch: VllmLaunch, port: int) -> list[str]:
         own["enable-sleep-mode"] = True
     if launch.gpus > 1:
         own["tensor-parallel-size"] = str(launch.gpus)  # unless the user shares them out otherwise
-    given = {name.replace("_", "-"): value for name, value in launch.arguments.items()}
-    words: list[str] = []
-    for name, value in {**own, **given}.items():
-        if value is False:
-            words.append(f"--no-{name}")
-        elif value is True:
-            words.append(f"--{name}")
-        else:
-            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
+    return words_of(own, launch.arguments)
 
 
-def variables_of(launch: VllmLaunch, plugin: Path) -> dict[str, str]:
+def variables_of(launch: ServerLaunch, plugin: Path) -> dict[str, str]:
     """Variables of the server: its plugin, its control endpoints, no look at a hub, and its share of a CPU machine."""
     found = {
         "PYTHONPATH": str(plugin),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from treadle.errors import EngineError
+from treadle.rollout.engines.reply_parts import checked_completion, seed_of, versions_of
 from treadle.types import Completion, SamplingParams, Status
 
 GENERATE = "/inference/v1/generate"
@@ -34,7 +35,7 @@ def request_of(
         "logprobs": 0,  # of the sampled token alone
     }
     if seeded and sampling.temperature > 0:
-        params["seed"] = (sampling.seed + index * 0x9E3779B97F4A7C15) % 2**63
+        params["seed"] = seed_of(sampling.seed, index)
     return {"token_ids": list(token_ids), "sampling_params": params, "stream": False}
 
 
@@ -50,27 +51,12 @@ def completion_of(reply: Any, index: int, eos_token_ids: Collection[int], engine
         finish, reason = choice["finish_reason"], choice.get("stop_reason")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"{engine} answered with a malformed reply ({error!r}): {str(reply)[:300]}") from error
-    if named != tokens:
-        raise EngineError(f"{engine} answered {len(tokens)} tokens with logprobs of {len(named)} or of other ones")
-    if not np.isfinite(logprobs).all():
-        raise EngineError(f"{engine} answered with logprobs that are no numbers")
-    status, said = ending_of(finish, reason, tokens[-1:], eos_token_ids, engine)
-    return Completion(index, np.array(tokens, dtype=np.int32), logprobs, versions, status, said)
+    status, said = ending_of(finish, reason, eos_token_ids, engine)
+    found = Completion(index, np.array(tokens, dtype=np.int32), logprobs, versions, status, said)
+    return checked_completion(found, named, engine)
 
 
-def versions_of(spans: Sequence[Mapping[str, Any]], length: int) -> np.ndarray:
-    """Weight version of each token (int32 [T]) from spans `{version, start, end}`; they must cover every token."""
-    versions = np.full(length, -2, dtype=np.int32)
-    for span in spans:
-        versions[int(span["start"]) : int(span["end"])] = int(span["version"])
-    if (versions == -2).any():
-        raise ValueError(f"weight versions {list(spans)} do not cover {length} tokens")
-    return versions
-
-
-def ending_of(
-    finish: str, reason: Any, last: Sequence[int], eos_token_ids: Collection[int], engine: str
-) -> tuple[Status, str]:
+def ending_of(finish: str, reason: Any, eos_token_ids: Collection[int], engine: str) -> tuple[Status, str]:
     """Status and stop reason, in Treadle's words."""
     if finish == "length":
         return Status.TRUNCATED, "length"

@@ -1,4 +1,4 @@
-"""Whole tiny runs whose samples come from a vLLM server: they learn, and the server always has the trainer's weights."""
+"""Whole tiny runs whose samples come from a server: they learn, and the server always has the trainer's weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,28 @@ from treadle.run.start import train
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_ROLLOUT = 12
+SMALL = {
+    "vllm": ("--vllm-enforce-eager", "--vllm-max-model-len", "128", "--kv-cache-gib", "1"),
+    "sglang": (
+        *("--sglang-attention-backend", "torch_native", "--sglang-disable-cuda-graph"),
+        *("--sglang-disable-overlap-schedule", "--sglang-context-length", "128", "--kv-cache-gib", "0.05"),
+    ),
+}
+"""What makes a server of each kind a small one for a CPU."""
+
+
+@pytest.fixture(params=SMALL)
+def kind(request) -> str:
+    return request.param
 
 
 @pytest.fixture
-def vllm_flags(vllm_python, wide_model_dir, toy_flags, tmp_path):
-    """Flags of the toy run with a vLLM server."""
+def server_flags(kind, request, wide_model_dir, toy_flags):
+    """Flags of the toy run with a server."""
     at = toy_flags.index("--hf-checkpoint")
     own = [*toy_flags[:at], *toy_flags[at + 2 :], "--hf-checkpoint", str(wide_model_dir)]
-    server = ["--rollout-engine", "vllm", "--engine-python", vllm_python, "--vllm-enforce-eager", "--kv-cache-gib", "1"]
-    return [*own, *server, "--vllm-max-model-len", "128", "--num-rollout", str(NUM_ROLLOUT)]
+    python = request.getfixturevalue(f"{kind}_python")
+    return [*own, "--rollout-engine", kind, "--engine-python", python, *SMALL[kind], "--num-rollout", str(NUM_ROLLOUT)]
 
 
 def assert_learned(rows) -> None:
@@ -53,19 +66,9 @@ def kill_a_server(model: Path, steps_done, at: list[int]) -> None:
         process.kill()
 
 
-@pytest.mark.parametrize("transport", ["auto", "broadcast"])
-def test_a_run_in_one_process_learns(vllm_flags, wide_model_dir, read_rows, tmp_path, transport):
-    folder = tmp_path / "run"
-    flags = [*vllm_flags, "--weight-transport", transport]
-    train(load_config(None, [*flags, "--run-dir", str(folder)]), "toy")
-    assert_learned(read_rows(folder))
-    assert_no_server_is_left(wide_model_dir)
-    assert (folder / "engines" / "vllm-0.log").is_file()
-
-
 @pytest.mark.parametrize("runtime", ["local", "ray"])
 def test_a_server_that_is_killed_gets_the_weights_of_a_broadcast_anew(
-    vllm_flags, wide_model_dir, request, read_rows, tmp_path, runtime
+    server_flags, wide_model_dir, request, read_rows, tmp_path, runtime
 ):
     """They are in no file that the new server could read, and it never generates with those it was started with."""
     if runtime == "ray":
@@ -76,7 +79,7 @@ def test_a_server_that_is_killed_gets_the_weights_of_a_broadcast_anew(
     def steps_done() -> int:
         return len(lines.read_text().splitlines()) if lines.exists() else 0
 
-    flags = [*vllm_flags, "--weight-transport", "broadcast", "--health-check-interval-seconds", "1"]
+    flags = [*server_flags, "--weight-transport", "broadcast", "--health-check-interval-seconds", "1"]
     killed_at: list[int] = []
     killer = threading.Thread(target=kill_a_server, args=(wide_model_dir, steps_done, killed_at))
     killer.start()
@@ -88,9 +91,14 @@ def test_a_server_that_is_killed_gets_the_weights_of_a_broadcast_anew(
 
 
 @pytest.mark.parametrize("transport", ["auto", "broadcast"])
-def test_a_run_over_ray_learns(vllm_flags, wide_model_dir, ray_here, read_rows, tmp_path: Path, transport):
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_run_learns(runtime, transport, kind, server_flags, wide_model_dir, request, read_rows, tmp_path):
+    if runtime == "ray":
+        request.getfixturevalue("ray_here")
     folder = tmp_path / "run"
-    flags = [*vllm_flags, "--weight-transport", transport]
-    train(load_config(None, [*flags, "--runtime", "ray", "--run-dir", str(folder)]), "toy")
+    flags = [*server_flags, "--weight-transport", transport, "--runtime", runtime, "--run-dir", str(folder)]
+    train(load_config(None, flags), "toy")
     assert_learned(read_rows(folder))
     assert_no_server_is_left(wide_model_dir)
+    if runtime == "local":
+        assert (folder / "engines" / f"{kind}-0.log").is_file()

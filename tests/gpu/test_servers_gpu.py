@@ -1,4 +1,4 @@
-"""A vLLM server on a GPU takes weights from this process, by handles on the same GPU and by NCCL from another one."""
+"""Servers on a GPU take weights from this process: by handles on the same GPU, by NCCL from another one, through host memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from treadle.errors import EngineError
-from treadle.rollout.engines.vllm_engine import VllmLaunch, VllmLimits, start_vllm
+from treadle.rollout.engines.server_engine import ServerLimits
+from treadle.rollout.engines.server_start import Client, ServerLaunch
+from treadle.rollout.engines.sglang_engine import SglangDialect, start_sglang
+from treadle.rollout.engines.sglang_engine.dialect import ServedModel
+from treadle.rollout.engines.vllm_engine import VllmDialect, start_vllm
 from treadle.run.exchange import exchange
 from treadle.types import SamplingParams
 from treadle.weights import SentWeights
 from treadle.weights.broadcast import BroadcastSender
 from treadle.weights.cuda_ipc import CudaIpcSender
+from treadle.weights.shm import ShmSender
 
 pytestmark = [
     *(pytest.mark.gpu, pytest.mark.engines, pytest.mark.timeout(900)),
@@ -29,6 +34,12 @@ SENDERS = {
         weights, 1, backend="nccl", bucket_bytes=1 << 16, timeout_seconds=30.0, device=torch.device("cuda:1")
     ),
     "gloo": lambda weights: BroadcastSender(weights, 1, bucket_bytes=1 << 16, timeout_seconds=30.0),
+    "shm": lambda weights: ShmSender(weights),
+}
+WAYS = [*(("vllm", kind) for kind in SENDERS), ("sglang", "gloo"), ("sglang", "shm")]
+SMALL = {
+    "vllm": {"enforce-eager": True, "max-model-len": str(CONTEXT), "gpu-memory-utilization": "0.3"},
+    "sglang": {"disable-cuda-graph": True, "context-length": str(CONTEXT), "mem-fraction-static": "0.3"},
 }
 
 
@@ -52,8 +63,8 @@ async def gap(engine, model, version) -> float:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", SENDERS)
-def test_logprobs_after_a_push_to_a_server_on_a_gpu(kind, tied, vllm_python, make_wide_model, tmp_path):
+@pytest.mark.parametrize(("engine_kind", "kind"), WAYS)
+def test_logprobs_after_a_push_to_a_server_on_a_gpu(engine_kind, kind, tied, request, make_wide_model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     if kind == "nccl" and torch.cuda.device_count() < 2:
@@ -61,12 +72,14 @@ def test_logprobs_after_a_push_to_a_server_on_a_gpu(kind, tied, vllm_python, mak
     folder = make_wide_model(tied=tied)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.to("cuda:1" if kind == "nccl" else "cuda:0")
-    small = {"enforce-eager": True, "max-model-len": str(CONTEXT), "gpu-memory-utilization": "0.3"}
-    log = tmp_path / "server.log"
-    launch = VllmLaunch(vllm_python, str(folder), "float32", "cuda", log, 600, arguments=small)
+    python, log = request.getfixturevalue(f"{engine_kind}_python"), tmp_path / "server.log"
+    launch = ServerLaunch(python, str(folder), "float32", "cuda", log, 600, arguments=SMALL[engine_kind])
+    dialects = {"vllm": VllmDialect(), "sglang": SglangDialect(ServedModel(folder, torch.float32, tied))}
+    client = Client(dialects[engine_kind], {0}, ServerLimits(CONTEXT, sleeps=True))
+    start = {"vllm": start_vllm, "sglang": start_sglang}[engine_kind]
 
     async def main() -> None:
-        engine = await start_vllm(launch, {0}, VllmLimits(CONTEXT, sleeps=True))
+        engine = await start(launch, client)
         sender = SENDERS[kind](SentWeights(dict(model.named_parameters())))
         try:
             for version in (1, 1, 2, 5):

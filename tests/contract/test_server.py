@@ -1,8 +1,9 @@
-"""A vLLM server gets new weights, and dies: what it then computes, and who notices."""
+"""A server (vLLM, SGLang) gets new weights, and dies: what it then computes, and who notices. See conftest.py."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
 import json
 import multiprocessing
@@ -20,11 +21,10 @@ import torch
 from safetensors.torch import save_file
 
 from treadle.errors import EngineError, EngineLostError
-from treadle.rollout.engines.http_calls import HttpCalls
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
-from treadle.rollout.engines.vllm_engine import VllmEngine, VllmLimits, connect_vllm, start_vllm
+from treadle.rollout.engines.sglang_engine import dialect as sglang_dialect
 from treadle.run.exchange import exchange
-from treadle.types import SamplingParams
+from treadle.types import SamplingParams, Status
 from treadle.weights import Offer, SentWeights
 from treadle.weights.broadcast import BroadcastSender
 from treadle.weights.disk import DiskSender
@@ -119,7 +119,7 @@ async def refused(engine, model, sender_of, folder, version) -> None:
     offer = sender.offer(version)
     sender.close()
     quick = replace(offer, where={**offer.where, "timeout_seconds": 2.0})
-    with pytest.raises(EngineError, match=r"is the trainer gone|can't be read|has no version|refused|timed out"):
+    with pytest.raises(EngineError, match=r"is the trainer gone|is not in|refused|timed out"):
         await engine.receive(quick)
     await engine.health()
 
@@ -129,19 +129,22 @@ def run(main, seconds=240.0):
 
 
 @pytest.fixture
-def with_shared(vllm_address, wide_model_dir):
+def with_shared(server_kind, client_of, shared_server, wide_model_dir):
     """`with_shared(use)`: run `use(engine, model)` on the server of all tests, whose first weights then come back."""
+
+    client = client_of(server_kind, wide_model_dir)
+    address, _ = shared_server(server_kind)
 
     def run_it(use):
         async def main():
             model = load(wide_model_dir)
-            engine = VllmEngine(HttpCalls.to(vllm_address, "vllm"), {0}, VllmLimits(CONTEXT))
+            engine = client.engine(address, server_kind)
             await engine.set_version(0)
             try:
                 await use(engine, model)
             finally:
                 await engine.close()
-                after = VllmEngine(HttpCalls.to(vllm_address, "vllm"), {0}, VllmLimits(CONTEXT))
+                after = client.engine(address, server_kind)
                 sender = ShmSender(sent(load(wide_model_dir)))
                 await after.receive(sender.offer(0))
                 sender.close()
@@ -154,7 +157,7 @@ def with_shared(vllm_address, wide_model_dir):
 
 @pytest.mark.parametrize("kind", SENDERS)
 def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, with_shared, tmp_path):
-    """With a head tied to the embeddings, which a CPU server packs a copy of."""
+    """With a head tied to the embeddings, of which a CPU server may keep a copy."""
     with_shared(lambda engine, model: push_and_compare(engine, model, SENDERS[kind], tmp_path))
 
 
@@ -182,6 +185,7 @@ def trainer(monkeypatch):
     channel.close()
 
 
+@pytest.mark.parametrize("server_kind", ["vllm"], indirect=True)  # SGLang hears of whole weights only
 def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(trainer, with_shared, tmp_path):
     """SIGKILL when the queries of a layer are out and its values are not; the next whole push makes it serve again."""
     file = tmp_path / "weights.safetensors"
@@ -218,16 +222,18 @@ def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(train
     with_shared(use)
 
 
-def test_every_worker_of_a_divided_server_receives(launch_vllm, make_wide_model, monkeypatch):
+def test_every_worker_of_a_divided_server_receives(
+    launch_server, start_server, client_of, make_wide_model, monkeypatch
+):
     """Tensor parallel over two workers: two ranks of one broadcast, each of which keeps its part."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each worker wants a NUMA node of its own
     folder = make_wide_model(tied=False, num_key_value_heads=2)
-    launch = launch_vllm(folder)
+    launch = launch_server("vllm", folder)
     launch = replace(launch, gpus=2, arguments={**launch.arguments, "distributed-executor-backend": "mp"})
 
     async def main():
         model = load(folder)
-        engine = await start_vllm(launch, {0}, VllmLimits(CONTEXT))
+        engine = await start_server("vllm")(launch, client_of("vllm", folder))
         try:
             assert await engine.num_workers() == 2
             sender = BroadcastSender(sent(model), 2, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0)
@@ -242,10 +248,68 @@ def test_every_worker_of_a_divided_server_receives(launch_vllm, make_wide_model,
     run(main(), 600)
 
 
-def test_a_server_of_somebody_else_is_reached_and_left_running(vllm_address):
+@pytest.mark.parametrize("server_kind", ["sglang"], indirect=True)
+def test_a_trainer_killed_while_it_broadcasts_leaves_sglang_with_its_old_weights(trainer, with_shared, tmp_path):
+    """All weights come to its client first, and the server hears of whole ones only."""
+    file = tmp_path / "weights.safetensors"
+
+    async def use(engine, model):
+        changed = copy.deepcopy(model)
+        change(changed)
+        save_file({name: weight.detach().clone() for name, weight in changed.named_parameters()}, file)
+        given = {"kind": "broadcast", "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
+        assert trainer("start", **given) is None
+        assert trainer("die_at", name="model.layers.1.self_attn.v_proj.weight") is None
+        offer = Offer.from_json(trainer("offer", version=1))
+        died, caught = await asyncio.gather(
+            asyncio.to_thread(trainer, "deliver"), engine.receive(offer), return_exceptions=True
+        )
+        assert died is None
+        assert isinstance(caught, EngineError)
+        await assert_serves(engine, model, 0)
+        sender = SENDERS["broadcast"](sent(changed), tmp_path)
+        await push(engine, sender, 2)
+        await assert_serves(engine, changed, 2)
+        sender.close()
+
+    with_shared(use)
+
+
+def test_a_push_that_sglang_can_not_load_ends_what_runs_and_the_next_one_heals(
+    client_of, shared_server, wide_model_dir, tmp_path, monkeypatch
+):
+    address, _ = shared_server("sglang")
+
+    async def main():
+        model = load(wide_model_dir)
+        engine = client_of("sglang", wide_model_dir).engine(address, "sglang")
+        await engine.set_version(0)
+        sender = ShmSender(sent(model))
+        flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
+        await asyncio.sleep(0.3)
+        with monkeypatch.context() as patch:
+            patch.setattr(sglang_dialect, "folder_of", lambda offer: tmp_path / "gone")
+            with pytest.raises(EngineError, match=r"update_weights_from_disk"):
+                await engine.receive(sender.offer(1))
+        assert {completion.status for completion in await flying} == {Status.ABORTED}
+        with pytest.raises(EngineError, match=r"no whole weights: the update to version 1 broke off"):
+            await generate(engine)
+        await engine.receive(sender.offer(1))
+        await assert_serves(engine, model, 1)
+        await engine.close()
+        sender.close()
+
+    run(main())
+
+
+def test_a_server_of_somebody_else_is_reached_and_left_running(
+    server_kind, client_of, connect_server, shared_server, wide_model_dir
+):
+    address, _ = shared_server(server_kind)
+
     async def main():
         for _ in range(2):
-            engine = await connect_vllm(vllm_address, {0}, VllmLimits(CONTEXT), seconds=20)
+            engine = await connect_server(server_kind)(address, client_of(server_kind, wide_model_dir), seconds=20)
             await engine.set_version(0)
             assert len(await generate(engine, n=2)) == 2
             await engine.close()
@@ -260,16 +324,18 @@ def server_of(engine):
     return server
 
 
-def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
+def test_the_life_of_a_server(server_kind, client_of, start_server, launch_server, make_wide_model, tmp_path):
     """One server and its successor: pushes of an untied model, kill -9 with requests in flight, a hang, the end."""
     folder = make_wide_model(tied=False)
-    launch = launch_vllm(folder)
+    launch = launch_server(server_kind, folder)
     notes: list[str] = []
-    limits = VllmLimits(CONTEXT, answer_seconds=20)
+
+    def start(name):
+        return start_server(server_kind)(launch, client_of(server_kind, folder, answer_seconds=20), name)
 
     async def main():
         model = load(folder)
-        first = await start_vllm(launch, {0}, limits, "engine 0")
+        first = await start("engine 0")
         await first.set_version(0)
         await assert_serves(first, model, 0)
         for i, (kind, sender_of) in enumerate(SENDERS.items()):
@@ -280,7 +346,7 @@ def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
         await first.receive(offer)
 
         async def again(index):
-            engine = await start_vllm(launch, {0}, limits, f"engine {index}")
+            engine = await start(f"engine {index}")
             await engine.receive(offer)
             return engine
 
@@ -290,10 +356,8 @@ def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
         server_of(first).kill()
         for completions in await asyncio.gather(*flying):
             assert sorted(c.index for c in completions) == [0, 1]
-            for completion in completions:
-                assert len(completion.token_ids) == 200
-                assert gap(model, completion) < 1e-4
-                assert set(completion.weight_versions.tolist()) == {60}
+            assert all(len(c.token_ids) == 200 and gap(model, c) < 1e-4 for c in completions)
+            assert all(set(c.weight_versions.tolist()) == {60} for c in completions)
         assert any("engine 0 is lost" in note for note in notes)
         assert any("back with the weights of version 60" in note for note in notes)
         await pool_hangs(pool)
@@ -304,11 +368,9 @@ def test_the_life_of_a_server(launch_vllm, make_wide_model, tmp_path):
         (seat,) = pool._seats
         engine = seat.engine
         group = engine.process.process.pid
-        quick = VllmEngine(
-            HttpCalls.to(engine.address, "engine 0"), {0}, replace(limits, answer_seconds=2), engine.process
-        )
+        quick = client_of(server_kind, folder, answer_seconds=2).engine(engine.address, "engine 0", engine.process)
         os.killpg(group, signal.SIGSTOP)
-        with pytest.raises(EngineLostError, match=r"engine 0 did not answer /health within 2 s"):
+        with pytest.raises(EngineLostError, match=r"engine 0 did not answer /\w+ within 2 s"):
             await quick.health()
         os.killpg(group, signal.SIGCONT)
         engine.process.close()
