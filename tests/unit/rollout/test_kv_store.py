@@ -69,10 +69,10 @@ def test_slots_and_rows_move_and_grow_with_all_layers():
 def test_rows_have_memory_for_what_is_there_and_little_more():
     store = KVStore(replace(SHAPE, row_capacity=1000), CPU)
     spans = []
-    for longest in (1, 16, 17, 33, 600, 601, 700, 990, 999, 400, 3):
+    for longest in (1, 16, 17, 33, 257, 600, 641, 990, 999, 400, 600, 3):
         store.fit_rows(longest)
         spans.append(store.rows.span)
-    assert spans == [16, 16, 32, 48, 608, 608, 704, 992, 1000, 400, 16]
+    assert spans == [16, 16, 32, 48, 288, 640, 704, 1000, 1000, 416, 640, 16]
     assert store.rows.layers[0].shape == (2, SHAPE.rows, 2, 16, 8)
 
 

@@ -103,14 +103,17 @@ class KVStore:
         self.rows.fit(shape.rows, self.rows.span)
 
     def fit_rows(self, longest: int) -> None:
-        """Have memory for rows of `longest` tokens, a little more than asked where they are long, and much less than before where they all are short."""
-        if longest > self.rows.span:
-            wanted = max(longest, self.rows.span + self.rows.span // 8)
-        elif 2 * round_up(longest) <= self.rows.span:
-            wanted = longest
-        else:
-            return
-        self.rows.fit(self.shape.rows, min(round_up(wanted), self.shape.row_capacity))
+        """Have memory for rows of `longest` tokens.
+
+        How much that is depends on nothing else: what was generated before must not change how sums are rounded, or a
+        run that is resumed would not be the same run.
+        """
+        step = LENGTH_STEP
+        while longest > 16 * step:  # rarely laid out anew where rows are long, and at most an eighth too much
+            step *= 2
+        span = min(-(-longest // step) * step, self.shape.row_capacity)
+        if span != self.rows.span:
+            self.rows.fit(self.shape.rows, span)
 
     def fits(self, shape: KVShape) -> bool:
         """True where the store has room for this shape, and no prompt would be padded more than in it."""
