@@ -70,12 +70,12 @@ def summarize(rows: Sequence[Row], seconds: float) -> dict[str, Any]:
 
 def _turns(rows: Sequence[Row]) -> dict[str, list[float]]:
     """Of each kind of worker that took turns the most memory awake and asleep."""
-    found = {}
-    for kind in ("train", "engine"):
-        both = [series(rows, f"perf/{kind}_{state}_gib") for state in ("awake", "asleep")]
-        if all(both):
-            found[kind] = [max(value for _, value in values) for values in both]
-    return found
+    names = {
+        "train": ("perf/train_awake_gib", "perf/train_asleep_gib"),
+        "engine": ("perf/engine_awake_gib", "perf/engine_asleep_gib"),
+    }
+    found = {kind: [series(rows, name) for name in both] for kind, both in names.items()}
+    return {kind: [max(v for _, v in values) for values in both] for kind, both in found.items() if all(both)}
 
 
 def _names(rows: Sequence[Row], start: str, end: str) -> set[str]:

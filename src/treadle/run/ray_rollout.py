@@ -155,15 +155,16 @@ class RolloutActor:
     async def offload(self) -> list[Metric]:
         """Free what the engines hold on their devices; the most memory they had."""
         await self._pool.sleep()
-        return self._turns("perf/engine_awake_gib")
+        return [metric("perf/engine_awake_gib", gib) for gib in self._turns()]
 
     async def onload_weights(self) -> list[Metric]:
         """Give the engines memory for their weights; the most they had without."""
         await self._pool.wake("weights")
-        return self._turns("perf/engine_asleep_gib")
+        return [metric("perf/engine_asleep_gib", gib) for gib in self._turns()]
 
-    def _turns(self, name: str) -> list[Metric]:
-        return [metric(name, engine.turn_gib) for engine in self._engines.values() if engine.turn_gib is not None]
+    def _turns(self) -> list[float]:
+        """The most memory of each engine in the turn that ended, GiB, where that is known."""
+        return [engine.turn_gib for engine in self._engines.values() if engine.turn_gib is not None]
 
     async def onload_kv(self) -> None:
         await self._pool.wake("kv")
