@@ -42,8 +42,8 @@ def treadle_side() -> Callable[[Work], Answer]:
     from treadle.types import SamplingParams
 
     compute = ComputeThread()
-    model = compute.submit(load_model, model_path(), torch.bfloat16, torch.device("cpu")).result()
-    engine = TorchEngine(model, load_codec(model_path()), EngineLimits(1024, 4 << 30), compute)
+    model = compute.executor.submit(load_model, model_path(), torch.bfloat16, torch.device("cpu")).result()
+    engine = TorchEngine(model, load_codec(model_path()), EngineLimits(1024, 4 << 30), compute.executor)
 
     async def generate(work: Work) -> int:
         sampling = SamplingParams(max_new_tokens=work["new"], temperature=1.0, ignore_eos=True, seed=work["seed"])

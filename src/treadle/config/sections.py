@@ -40,7 +40,7 @@ class ModelSection(Section):
     )
     fused_ops: bool = Field(
         True,
-        description="Compute norms, and on a CPU the engine's whole layers, with fewer and larger operations where the architecture is known; off runs the module as it is.",
+        description="Compute norms, attention's projections and MLP in training, and on a CPU the engine's whole layers, with fewer and larger operations where the architecture is known; off runs the module as it is.",
     )
     attention_backend: Literal["auto", "batched", "sdpa"] = Field(
         "auto",

@@ -127,17 +127,17 @@ class _Grid:
             rest.view(families * kv_heads * most, suffix * repeat, dim),
         )
 
-    def row(self, prefixes: Tensor, suffixes: Tensor, like: Tensor) -> Tensor:
-        """The inverse, [N, H, D] as `like`."""
-        width = like.shape[1] // self.sizes[4] * like.shape[2]
+    def row(self, prefixes: Tensor, suffixes: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse, [N, H, D] of this shape."""
+        width = shape[1] // self.sizes[4] * shape[2]
         both = torch.cat([x.view(x.numel() // width, width) for x in (prefixes, suffixes)])
-        return both.index_select(0, self.cells).view(like.shape)
+        return both.index_select(0, self.cells).view(shape)
 
     def pieces(self, heads: int) -> Iterator[_Piece]:
         """The whole grid on a GPU; on a CPU pieces whose scores stay in its cache from one operation to the next."""
         families, most, prefix, suffix, kv_heads = self.sizes
         scores = heads * (prefix * prefix + most * suffix * (prefix + suffix))
-        step = families if self.cells.device.type != "cpu" else max(1, CACHED_SCORES // max(scores, 1))
+        step = max(1, families) if self.cells.device.type != "cpu" else max(1, CACHED_SCORES // max(scores, 1))
         by_head = kv_heads if step == 1 and scores > CACHED_SCORES and self.cells.device.type == "cpu" else 1
         for start in range(0, families, step):
             end = min(start + step, families)
@@ -166,6 +166,7 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grid: _Grid, layer: LayerAttention) -> Tensor:
+        assert query.shape[2] == key.shape[2] and key.shape == value.shape, "values are as wide as keys"  # noqa: PT018
         queries, keys, values = (grid.blocks(x) for x in (query, key, value))
         outs = [torch.empty_like(rows) for rows in queries]
         widths = grid.sizes[2], grid.sizes[2] + grid.sizes[3]
@@ -177,19 +178,19 @@ class _BlockAttention(torch.autograd.Function):
                 _mask(scores, grid, piece, part, layer)
                 torch.softmax(scores, dim=-1, out=probs[part][index])
                 torch.bmm(probs[part][index], content, out=outs[part][index])
-        ctx.save_for_backward(query, key, *queries, *keys, *values, *probs)
-        ctx.grid, ctx.layer = grid, layer
-        return grid.row(*outs, query)
+        ctx.save_for_backward(*queries, *keys, *values, *probs)
+        ctx.grid, ctx.layer, ctx.shapes = grid, layer, (query.shape, key.shape, key.shape)
+        return grid.row(*outs, query.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grid, layer = ctx.grid, ctx.layer
-        query, key, *saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # asked for once: with recomputed activations there is no second time
         queries, keys, values, probs = (saved[i : i + 2] for i in range(0, 8, 2))
         of_outs = grid.blocks(grad, no_padding=True)
         of_queries, of_keys, of_values = ([torch.empty_like(x) for x in pair] for pair in (queries, keys, values))
-        for piece in grid.pieces(query.shape[1]):
+        for piece in grid.pieces(grad.shape[1]):
             for part, seen, content in _parts(grid, piece, keys, values):
                 index = (piece.blocks, piece.suffixes)[part]
                 rows, of_out, shares = queries[part][index], of_outs[part][index], probs[part][index]
@@ -206,11 +207,8 @@ class _BlockAttention(torch.autograd.Function):
                         whole[0][index] = of_part
                     else:
                         grid.part(of_part, whole[0][piece.blocks], whole[1][index])
-        return (
-            *(grid.row(*pair, like) for pair, like in ((of_queries, query), (of_keys, key), (of_values, key))),
-            None,
-            None,
-        )
+        pairs = zip((of_queries, of_keys, of_values), ctx.shapes, strict=True)
+        return *(grid.row(*pair, shape) for pair, shape in pairs), None, None
 
 
 def _parts(grid: _Grid, piece: _Piece, keys: Pair, values: Pair) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -319,7 +317,8 @@ class PackedAttention:
         return torch.cat(outs) if outs else query
 
 
-def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+def capped_scores(scores: Tensor, softcap: float | None) -> Tensor:
+    """`softcap · tanh(scores / softcap)`, or the scores where there is no cap."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
@@ -340,6 +339,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, layer: LayerAtte
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layer.scaling, enable_gqa=True)
         return out[0].transpose(0, 1)
     repeat = query.shape[1] // key.shape[1]
-    scores = _capped(q @ k.repeat_interleave(repeat, 1).transpose(2, 3) * layer.scaling, layer.softcap)
+    scores = capped_scores(q @ k.repeat_interleave(repeat, 1).transpose(2, 3) * layer.scaling, layer.softcap)
     probs = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
     return (probs @ v.repeat_interleave(repeat, 1))[0].transpose(0, 1)

@@ -2,7 +2,7 @@
 
 On a CPU a training step spends as long moving activations through memory as in matmuls. Here queries, keys and values
 come from one matmul and so do gate and up; positions are applied in one pass; what is element by element is done tile by
-tile, so that a tile stays in the processor's cache. A module that is replaced keeps its parameters under the same names,
+tile, so that a tile stays in the processor's cache (on other devices in one piece). A module that is replaced keeps its parameters under the same names,
 so checkpoints, sharding and the engine do not notice, and computes as before where it is asked for something else.
 
 Axis letters: `N` tokens, `D` hidden size, `F` units of the MLP, `H` heads, `E` head size.
@@ -31,7 +31,7 @@ class _GatedMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gated, upped = x @ gate.T, x @ up.T
         hidden = torch.empty_like(gated)
-        for rows in tiles(len(x), 3 * gated[0].nbytes, x.device):
+        for rows in tiles(len(x), 3 * down.shape[1] * x.element_size(), x.device):
             torch.mul(F.silu(gated[rows]), upped[rows], out=hidden[rows])
         ctx.save_for_backward(x, gated, upped, gate, up, down)
         return hidden @ down.T
@@ -42,7 +42,7 @@ class _GatedMLP(torch.autograd.Function):
         x, gated, upped, gate, up, down = ctx.saved_tensors
         of_hidden = grad @ down
         hidden, of_gated, of_upped = (torch.empty_like(gated) for _ in range(3))
-        for rows in tiles(len(x), 3 * gated[0].nbytes, x.device):
+        for rows in tiles(len(x), 3 * down.shape[1] * x.element_size(), x.device):
             active = F.silu(gated[rows])
             torch.mul(active, upped[rows], out=hidden[rows])
             torch.mul(of_hidden[rows], active, out=of_upped[rows])
@@ -79,7 +79,7 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for rows in tiles(len(x), 3 * out[0].nbytes, x.device):
+        for rows in tiles(len(x), 3 * x.shape[1] * x.shape[2] * x.element_size(), x.device):
             out[rows] = rotate(x[rows], cos[rows], sin[rows])
         return out
 
@@ -88,7 +88,7 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         out = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        for rows in tiles(len(grad), 3 * out[0].nbytes, grad.device):
+        for rows in tiles(len(grad), 3 * grad.shape[1] * grad.shape[2] * grad.element_size(), grad.device):
             out[rows] = rotate(grad[rows], cos[rows], -sin[rows])
         return out, None, None
 
@@ -124,7 +124,7 @@ class FusedAttention(nn.Module):
 
     def __init__(self, attention: Any):
         super().__init__()
-        self.config, self.layer_idx = attention.config, attention.layer_idx
+        self.layer_idx = attention.layer_idx
         self.scaling, self.head_dim = attention.scaling, attention.head_dim
         self.sliding_window = layer_attention(attention).sliding_window
         self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
@@ -161,7 +161,7 @@ def layer_attention(attention: Any) -> LayerAttention:
 
 
 def fuse_layers(model: Any) -> int:
-    """Replace attention and MLP of the layers of a known architecture, and return how many layers there were."""
+    """Replace attention and MLP of the layers of a known architecture, where biases allow; returns how many layers it has."""
     config = model.config
     if config.model_type not in FUSED_MODEL_TYPES or config.hidden_act != "silu":
         return 0

@@ -86,8 +86,8 @@ def load_model(
     """Load a model with Treadle's attention and check that packing is exact for it.
 
     Weights are in `dtype`; dropout is switched off, since the policy that is trained must be the one that
-    generates. `fused` replaces norms by ours (`models/norm.py`). Raises `ModelError` for a folder that is not a causal language model or an architecture that can't
-    be packed.
+    generates. `fused` replaces norms (`models/norm.py`), attention's projections and the MLP (`models/fused.py`) by ours.
+    Raises `ModelError` for a folder that is not a causal language model or an architecture that can't be packed.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging

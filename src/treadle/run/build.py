@@ -189,7 +189,7 @@ def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec, comp
     rollout = config.rollout
     assert rollout.rollout_engine == "torch"
     limits = EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), config.model.fused_ops)
-    return TorchEngine(model, codec, limits, compute)
+    return TorchEngine(model, codec, limits, compute.executor)
 
 
 def manager_of(config: Config, engine: Engine, codec: Codec, max_length: int) -> RolloutManager:

@@ -17,12 +17,16 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-class ComputeThread(ThreadPoolExecutor):
-    """An executor of one thread; what is handed to it is done in order."""
+class ComputeThread:
+    """One thread; what is handed to it is done in order."""
 
     def __init__(self) -> None:
-        super().__init__(1, thread_name_prefix="compute")
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     async def run(self, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """The result of the call, made on the thread while the event loop goes on."""
-        return await asyncio.wrap_future(self.submit(call, *args, **kwargs))
+        return await asyncio.wrap_future(self.executor.submit(call, *args, **kwargs))
+
+    def close(self) -> None:
+        """Take no more calls. One that runs is not waited for here; Python does so when it exits, or a second Ctrl-C ends it."""
+        self.executor.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,8 @@
 """How much memory a run takes, by worker and part, and how much the machine has.
 
 Estimates: weights and optimizer are exact; activations are counted from the widths of the linear layers with a factor
-measured on Llama-shaped models (saved tensors of a packed forward pass, within 5 %).
+measured on Llama-shaped models without fused operations (saved tensors of a packed forward pass, within 5 %); fused layers
+keep less of their MLP.
 """
 
 from __future__ import annotations

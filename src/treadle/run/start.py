@@ -127,9 +127,9 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
 
 
 def _compute_thread(stack: AsyncExitStack) -> ComputeThread:
-    """The thread of the run; not waited for, so that Ctrl-C is heard while a model loads."""
+    """The thread of the run, closed with it."""
     compute = ComputeThread()
-    stack.callback(compute.shutdown, wait=False, cancel_futures=True)
+    stack.callback(compute.close)
     return compute
 
 

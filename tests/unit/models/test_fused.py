@@ -100,3 +100,14 @@ def test_tiles_cover_every_row_once():
     assert list(tiles(2, 3 * CACHE_BYTES, cpu)) == [slice(0, 1), slice(1, 2)]
     assert list(tiles(10**6, 10**6, other)) == [slice(0, 10**6)]
     assert list(tiles(0, 100, cpu)) == list(tiles(0, 100, other)) == []
+
+
+def test_no_tokens_at_all():
+    weights = [torch.ones(shape, requires_grad=True) for shape in ((4, 3), (4, 3), (3, 4))]
+    nothing = torch.zeros(0, 3, requires_grad=True)
+    out = _GatedMLP.apply(nothing, *weights)
+    out.sum().backward()
+    assert out.shape == nothing.grad.shape == (0, 3)
+    assert all(w.grad.count_nonzero() == 0 for w in weights)
+    angles = torch.zeros(0, 1, 2)
+    assert _Rotation.apply(torch.zeros(0, 2, 2), angles, angles).shape == (0, 2, 2)

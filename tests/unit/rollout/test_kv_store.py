@@ -25,20 +25,6 @@ def test_sizes_in_bytes():
     assert replace(SHAPE, dtype=torch.bfloat16).num_bytes == SHAPE.num_bytes // 2
 
 
-@pytest.mark.parametrize("field", ["slots", "rows", "row_capacity"])
-def test_a_store_fits_what_is_no_larger_in_any_way(field):
-    store = KVStore(SHAPE, CPU)
-    assert store.fits(SHAPE)
-    assert store.fits(replace(SHAPE, **{field: getattr(SHAPE, field) - 1}))
-    assert not store.fits(replace(SHAPE, **{field: getattr(SHAPE, field) + 1}))
-
-
-def test_shorter_or_longer_prompts_get_a_store_of_their_own():
-    store = KVStore(SHAPE, CPU)
-    assert not store.fits(replace(SHAPE, prefix_capacity=SHAPE.prefix_capacity - 16))  # padded for nothing
-    assert not store.fits(replace(SHAPE, prefix_capacity=SHAPE.prefix_capacity + 16))
-
-
 def test_slots_and_rows_move_and_grow_with_all_layers():
     store = KVStore(SHAPE, CPU)
     for layer in range(2):

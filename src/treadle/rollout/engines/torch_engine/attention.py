@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from treadle.models.attention import LayerAttention, PackedAttention
+from treadle.models.attention import LayerAttention, PackedAttention, capped_scores
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.kv_store import KVStore
 
@@ -113,7 +113,7 @@ class DecodeAttention:
         if layer.softcap is None:
             torch.add(row_mask, of_row, alpha=layer.scaling, out=scores[..., :-1])
         else:
-            torch.add(row_mask, _capped(of_row.float() * layer.scaling, layer.softcap), out=scores[..., :-1])
+            torch.add(row_mask, capped_scores(of_row.float() * layer.scaling, layer.softcap), out=scores[..., :-1])
         scores[..., -1] = total.view(num_rows, kv_heads, repeat)
         shares = torch.softmax(scores, dim=-1).view(num_rows * kv_heads, repeat, -1)
         out = torch.bmm(shares[..., :-1].to(values.dtype, memory_format=torch.contiguous_format), values)
@@ -132,7 +132,7 @@ class DecodeAttention:
                 grid, keys, values, 0.0, False, attn_mask=mask, scale=layer.scaling
             )
         else:
-            scores = _capped((grid @ keys.transpose(2, 3)).float() * layer.scaling, layer.softcap)
+            scores = capped_scores((grid @ keys.transpose(2, 3)).float() * layer.scaling, layer.softcap)
             if mask is not None:
                 scores = scores + mask
             total = torch.logsumexp(scores, dim=-1)
@@ -143,7 +143,3 @@ class DecodeAttention:
         """Slots side by side [S, K, M·Q, X] → rows [B·K, Q, X]."""
         size = grid.shape[-1]
         return grid.reshape(-1, repeat * size).index_select(0, self._cells_of_rows).view(-1, repeat, size)
-
-
-def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap

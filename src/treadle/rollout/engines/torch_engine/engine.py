@@ -26,8 +26,8 @@ class TorchEngine:
     """Generates with a module it is given, usually the trainer's own: then no weights are copied.
 
     The model must not be trained while a step runs; the loop's lease sees to that. All methods belong to one
-    event loop. Whatever computes runs on the one thread of `compute`, which whoever gives it also closes; without it,
-    on a thread of the engine's own.
+    event loop. Whatever computes runs on the one thread of `compute`, which whoever gives it also closes, and which is
+    not the thread that makes the engine; without it, on a thread of the engine's own.
     """
 
     def __init__(self, model: PreTrainedModel, codec: Codec, limits: EngineLimits, compute: Executor | None = None):

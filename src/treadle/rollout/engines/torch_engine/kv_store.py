@@ -9,7 +9,7 @@ Axis letters: `L` layers, `C` sequences (prefix slots or rows), `K` key/value he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -98,9 +98,11 @@ class KVStore:
 
     def grow(self, shape: KVShape) -> None:
         """Have room for more; what is there stays."""
+        if (shape.slots, shape.prefix_capacity) != (self.shape.slots, self.shape.prefix_capacity):
+            self.prefixes.fit(shape.slots, shape.prefix_capacity)
+        if shape.rows != self.shape.rows:
+            self.rows.fit(shape.rows, self.rows.span)
         self.shape = shape
-        self.prefixes.fit(shape.slots, shape.prefix_capacity)
-        self.rows.fit(shape.rows, self.rows.span)
 
     def fit_rows(self, longest: int) -> None:
         """Have memory for rows of `longest` tokens.
@@ -114,12 +116,6 @@ class KVStore:
         span = min(-(-longest // step) * step, self.shape.row_capacity)
         if span != self.rows.span:
             self.rows.fit(self.shape.rows, span)
-
-    def fits(self, shape: KVShape) -> bool:
-        """True where the store has room for this shape, and no prompt would be padded more than in it."""
-        own = self.shape
-        covers = own.slots >= shape.slots and own.rows >= shape.rows and own.row_capacity >= shape.row_capacity
-        return covers and own == replace(shape, slots=own.slots, rows=own.rows, row_capacity=own.row_capacity)
 
     def write_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
         """Store a prompt's keys and values [T, K, D] of one layer."""

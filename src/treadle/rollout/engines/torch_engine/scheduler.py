@@ -174,9 +174,13 @@ class Scheduler:
         return True
 
     def _make_store(self) -> None:
-        """With nothing running: a new store, unless the waiting requests have all the room in the one there is."""
+        """With nothing running: a new store, unless the one there is is just what the waiting requests need.
+
+        A larger one would do, but what ran before must not change how many enter and how sums are rounded: a run that
+        is resumed would not be the same run.
+        """
         wanted = self._wanted_shape()
-        if self.store is not None and self.store.fits(wanted):
+        if self.store is not None and self.store.shape == wanted:
             return
         self.store = None  # free the old one before the new one is made
         self.store = KVStore(wanted, self.device)
