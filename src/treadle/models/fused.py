@@ -1,9 +1,10 @@
 """Attention's projections and the gated MLP of a decoder layer with backward passes of their own.
 
 On a CPU a training step spends as long moving activations through memory as in matmuls. Here queries, keys and values
-come from one matmul and so do gate and up; positions are applied in one pass; what is element by element is done tile by
-tile, so that a tile stays in the processor's cache (on other devices in one piece). A module that is replaced keeps its parameters under the same names,
-so checkpoints, sharding and the engine do not notice, and computes as before where it is asked for something else.
+come from one matmul; positions are applied in one pass; what is element by element is done tile by tile, so that a tile
+stays in the processor's cache (on other devices in one piece). A module that is replaced keeps its parameters under the
+same names, so checkpoints, sharding and the engine do not notice, and computes as before where it is asked for something
+else.
 
 Axis letters: `N` tokens, `D` hidden size, `F` units of the MLP, `H` heads, `E` head size.
 """
