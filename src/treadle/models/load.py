@@ -208,6 +208,14 @@ def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def kv_heads_of(hf_config: PretrainedConfig) -> tuple[int, int]:
+    """How many key/value heads a layer has, and their size."""
+    heads = hf_config.num_attention_heads
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    return int(kv_heads), int(head_dim)
+
+
 def context_length(config: PretrainedConfig) -> int:
     """Longest sequence the model's positions allow, in tokens."""
     limited = hasattr(config, "max_position_embeddings") and config.max_position_embeddings

@@ -87,7 +87,7 @@ def _model_shape(config: Config, path: str) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from treadle.models.load import compute_dtype, context_length, load_config, pick_device
+    from treadle.models.load import compute_dtype, context_length, kv_heads_of, load_config, pick_device
 
     hf_config = load_config(path)
     try:
@@ -97,16 +97,15 @@ def _model_shape(config: Config, path: str) -> ModelShape:
         raise ModelError(f"can't build a causal language model from {path!r}: {str(error).splitlines()[0]}") from error
     text_config = hf_config.get_text_config()
     linears = [m for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
-    heads = text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    kv_heads, head_dim = kv_heads_of(text_config)
     return ModelShape(
         name=config.model.hf_checkpoint,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocab_size=text_config.vocab_size,
         hidden_size=text_config.hidden_size,
         num_layers=text_config.num_hidden_layers,
-        num_heads=heads,
-        kv_dim=(getattr(text_config, "num_key_value_heads", None) or heads) * head_dim,
+        num_heads=text_config.num_attention_heads,
+        kv_dim=kv_heads * head_dim,
         linear_width=sum(linear.in_features + linear.out_features for linear in linears),
         context=context_length(text_config),
         dtype=str(compute_dtype(config.model.dtype, config.model.device)).removeprefix("torch."),

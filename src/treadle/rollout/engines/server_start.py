@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from treadle.rollout.engines.server_engine import Dialect, ServerEngine, ServerL
 from treadle.rollout.engines.server_process import ServerCommand, ServerProcess
 
 Argument = str | bool | int | float | tuple[str, ...]
+_PROBE_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,28 @@ def words_of(own: Mapping[str, Argument], given: Mapping[str, Argument]) -> list
         else:
             words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return words
+
+
+def ask_interpreter(python: str, program: str, package: str) -> subprocess.CompletedProcess[str]:
+    """Run a short program, which looks for the engine's package, with the interpreter that shall have it.
+
+    Raises `EngineError` where that does not run, or hangs.
+    """
+    try:
+        return subprocess.run(
+            [python, "-c", program], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )
+    except OSError as error:
+        raise EngineError(
+            f"can't run {python} ({error.strerror}); give the interpreter that has {package} with --engine-python"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise no_interpreter(python) from error
+
+
+def no_interpreter(python: str) -> EngineError:
+    """What is said of a program that does not answer as Python does."""
+    return EngineError(f"{python} is no Python interpreter that works; give another with --engine-python")
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 
 from treadle.errors import EngineError
-from treadle.models.load import context_length, load_config
+from treadle.models.load import context_length, kv_heads_of, load_config
 from treadle.rollout.engines.server_engine import ServerEngine
 from treadle.rollout.engines.server_process import ServerCommand, free_port
 from treadle.rollout.engines.server_start import (
     Argument,
     Client,
     ServerLaunch,
+    ask_interpreter,
     connect_server,
     start_server,
     words_of,
@@ -21,7 +21,6 @@ from treadle.rollout.engines.server_start import (
 from treadle.weights.base import DTYPES
 
 _PROBE = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('sglang') else 9)"
-_PROBE_SECONDS = 60
 _SPARE_TOKENS = 8
 """SGLang keeps a few tokens of the context for itself: it is told of as many more, so that all of it can be used."""
 
@@ -45,17 +44,7 @@ async def connect_sglang(address: str, client: Client, *, seconds: float, name: 
 
 def check_interpreter(python: str) -> None:
     """Raise `EngineError` where an interpreter does not run or has no SGLang."""
-    try:
-        code = subprocess.run(
-            [python, "-c", _PROBE], capture_output=True, timeout=_PROBE_SECONDS, check=False
-        ).returncode
-    except OSError as error:
-        raise EngineError(
-            f"can't run {python} ({error.strerror}); give the interpreter that has sglang with --engine-python"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise EngineError(f"{python} is no Python interpreter that works; give another with --engine-python") from error
-    if code != 0:
+    if ask_interpreter(python, _PROBE, "sglang").returncode != 0:
         raise EngineError(f"{python} has no sglang; install it there or name another interpreter with --engine-python")
 
 
@@ -86,9 +75,7 @@ def arguments_of(launch: ServerLaunch, port: int) -> list[str]:
 def kv_tokens(launch: ServerLaunch) -> int:
     """How many tokens' keys and values there is room for."""
     shape = load_config(launch.model_path).get_text_config()
-    heads = shape.num_attention_heads
-    kv_heads = getattr(shape, "num_key_value_heads", None) or heads
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    kv_heads, head_dim = kv_heads_of(shape)
     token_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * DTYPES[launch.dtype].itemsize
     return int(launch.kv_cache_gib * 2**30) // token_bytes
 

