@@ -22,12 +22,14 @@ from safetensors.torch import save_file
 
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
-from treadle.rollout.engines.sglang_engine import dialect as sglang_dialect
+from treadle.rollout.engines.sglang_engine import updates as sglang_updates
 from treadle.run.exchange import exchange
+from treadle.run.servers import KINDS
 from treadle.types import SamplingParams, Status
 from treadle.weights import Offer, SentWeights
-from treadle.weights.broadcast import BroadcastSender
+from treadle.weights import cuda_ipc
 from treadle.weights.disk import DiskSender
+from treadle.weights.named import BROADCASTS
 from treadle.weights.shm import ShmSender
 
 pytestmark = pytest.mark.engines
@@ -36,11 +38,22 @@ CONTEXT = 256
 PROMPT = [5, 9, 30, 7, 61]
 SAMPLED = SamplingParams(24, ignore_eos=True)
 BUCKET_BYTES = 3000  # far less than most of the weights
-SENDERS = {
-    "shm": lambda weights, folder: ShmSender(weights),
-    "disk": lambda weights, folder: DiskSender(weights, folder, max_shard_bytes=30_000),
-    "broadcast": lambda weights, folder: BroadcastSender(weights, 1, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0),
-}
+TRANSPORTS = ("shm", "disk", "broadcast")
+
+
+def broadcast_to(server_kind, weights, num_receivers=1):
+    """The trainer's end of the broadcast in which servers of this kind take part."""
+    sender = BROADCASTS[KINDS[server_kind].broadcast]
+    return sender(weights, num_receivers, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0)
+
+
+def sender_for(server_kind, transport):
+    """`make(weights, folder)`: the trainer's end of a transport to one server of this kind."""
+    return {
+        "shm": lambda weights, folder: ShmSender(weights),
+        "disk": lambda weights, folder: DiskSender(weights, folder, max_shard_bytes=30_000),
+        "broadcast": lambda weights, folder: broadcast_to(server_kind, weights),
+    }[transport]
 
 
 def load(folder):
@@ -80,9 +93,21 @@ async def assert_serves(engine, model, version) -> None:
 
 async def push(engine, sender, version) -> None:
     """Both ends; raises what the engine says, or else the sender."""
-    offer = sender.offer(version)
-    for error in await exchange(offer.transport, engine.receive(offer), partial(asyncio.to_thread, sender.deliver)):
+    for error in await push_to([engine], sender, version):
         raise error
+
+
+async def push_to(engines, sender, version) -> list[BaseException]:
+    """What went wrong, in the order of the engines and then of the sender."""
+    offer = sender.offer(version)
+
+    async def receive() -> None:
+        found = await asyncio.gather(*(engine.receive(offer) for engine in engines), return_exceptions=True)
+        errors.extend(error for error in found if isinstance(error, BaseException))
+
+    errors: list[BaseException] = []
+    of_sender = await exchange(offer.transport, receive(), partial(asyncio.to_thread, sender.deliver))
+    return [*errors, *of_sender]
 
 
 async def push_and_compare(engine, model, sender_of, folder, base=0) -> None:
@@ -155,10 +180,11 @@ def with_shared(server_kind, client_of, shared_server, wide_model_dir):
     return run_it
 
 
-@pytest.mark.parametrize("kind", SENDERS)
-def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, with_shared, tmp_path):
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, server_kind, with_shared, tmp_path):
     """With a head tied to the embeddings, of which a CPU server may keep a copy."""
-    with_shared(lambda engine, model: push_and_compare(engine, model, SENDERS[kind], tmp_path))
+    sender_of = sender_for(server_kind, kind)
+    with_shared(lambda engine, model: push_and_compare(engine, model, sender_of, tmp_path))
 
 
 @pytest.fixture
@@ -185,15 +211,15 @@ def trainer(monkeypatch):
     channel.close()
 
 
-@pytest.mark.parametrize("server_kind", ["vllm"], indirect=True)  # SGLang hears of whole weights only
-def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(trainer, with_shared, tmp_path):
+def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(server_kind, trainer, with_shared, tmp_path):
     """SIGKILL when the queries of a layer are out and its values are not; the next whole push makes it serve again."""
     file = tmp_path / "weights.safetensors"
 
     async def use(engine, model):
         change(model)
         save_file({name: weight.detach().clone() for name, weight in model.named_parameters()}, file)
-        given = {"kind": "broadcast", "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
+        kind = KINDS[server_kind].broadcast
+        given = {"kind": kind, "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
         assert trainer("start", **given) is None
         assert trainer("die_at", name="model.layers.1.self_attn.v_proj.weight") is None
         offer = Offer.from_json(trainer("offer", version=1))
@@ -210,7 +236,7 @@ def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(train
             with pytest.raises(EngineError, match=r"no whole weights.*version 1"):
                 await refused
         change(model)
-        sender = SENDERS["broadcast"](sent(model), tmp_path)
+        sender = broadcast_to(server_kind, sent(model))
         try:
             for version in (2, 3):
                 await push(engine, sender, version)
@@ -223,20 +249,21 @@ def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(train
 
 
 def test_every_worker_of_a_divided_server_receives(
-    launch_server, start_server, client_of, make_wide_model, monkeypatch
+    server_kind, launch_server, start_server, client_of, make_wide_model, monkeypatch
 ):
     """Tensor parallel over two workers: two ranks of one broadcast, each of which keeps its part."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each worker wants a NUMA node of its own
     folder = make_wide_model(tied=False, num_key_value_heads=2)
-    launch = launch_server("vllm", folder)
-    launch = replace(launch, gpus=2, arguments={**launch.arguments, "distributed-executor-backend": "mp"})
+    launch = launch_server(server_kind, folder)
+    own = {"vllm": {"distributed-executor-backend": "mp"}, "sglang": {}}[server_kind]
+    launch = replace(launch, gpus=2, arguments={**launch.arguments, **own})
 
     async def main():
         model = load(folder)
-        engine = await start_server("vllm")(launch, client_of("vllm", folder))
+        engine = await start_server(server_kind)(launch, client_of(server_kind, folder))
         try:
             assert await engine.num_workers() == 2
-            sender = BroadcastSender(sent(model), 2, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0)
+            sender = broadcast_to(server_kind, sent(model), 2)
             for version in (1, 2):
                 change(model)
                 await push(engine, sender, version)
@@ -246,33 +273,6 @@ def test_every_worker_of_a_divided_server_receives(
             await engine.close()
 
     run(main(), 600)
-
-
-@pytest.mark.parametrize("server_kind", ["sglang"], indirect=True)
-def test_a_trainer_killed_while_it_broadcasts_leaves_sglang_with_its_old_weights(trainer, with_shared, tmp_path):
-    """All weights come to its client first, and the server hears of whole ones only."""
-    file = tmp_path / "weights.safetensors"
-
-    async def use(engine, model):
-        changed = copy.deepcopy(model)
-        change(changed)
-        save_file({name: weight.detach().clone() for name, weight in changed.named_parameters()}, file)
-        given = {"kind": "broadcast", "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
-        assert trainer("start", **given) is None
-        assert trainer("die_at", name="model.layers.1.self_attn.v_proj.weight") is None
-        offer = Offer.from_json(trainer("offer", version=1))
-        died, caught = await asyncio.gather(
-            asyncio.to_thread(trainer, "deliver"), engine.receive(offer), return_exceptions=True
-        )
-        assert died is None
-        assert isinstance(caught, EngineError)
-        await assert_serves(engine, model, 0)
-        sender = SENDERS["broadcast"](sent(changed), tmp_path)
-        await push(engine, sender, 2)
-        await assert_serves(engine, changed, 2)
-        sender.close()
-
-    with_shared(use)
 
 
 def test_a_push_that_sglang_can_not_load_ends_what_runs_and_the_next_one_heals(
@@ -288,7 +288,7 @@ def test_a_push_that_sglang_can_not_load_ends_what_runs_and_the_next_one_heals(
         flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
         await asyncio.sleep(0.3)
         with monkeypatch.context() as patch:
-            patch.setattr(sglang_dialect, "folder_of", lambda offer: tmp_path / "gone")
+            patch.setattr(sglang_updates, "folder_of", lambda offer: tmp_path / "gone")
             with pytest.raises(EngineError, match=r"update_weights_from_disk"):
                 await engine.receive(sender.offer(1))
         assert {completion.status for completion in await flying} == {Status.ABORTED}
@@ -338,8 +338,8 @@ def test_the_life_of_a_server(server_kind, client_of, start_server, launch_serve
         first = await start("engine 0")
         await first.set_version(0)
         await assert_serves(first, model, 0)
-        for i, (kind, sender_of) in enumerate(SENDERS.items()):
-            await push_and_compare(first, model, sender_of, tmp_path / kind, 10 * i)
+        for i, kind in enumerate(TRANSPORTS):
+            await push_and_compare(first, model, sender_for(server_kind, kind), tmp_path / kind, 10 * i)
 
         sender = ShmSender(sent(model))
         offer = sender.offer(60)
