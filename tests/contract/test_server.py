@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import importlib
 import json
 import multiprocessing
@@ -19,6 +18,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.multiprocessing.reductions import reduce_tensor
 
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
@@ -26,8 +26,7 @@ from treadle.rollout.engines.sglang_engine import updates as sglang_updates
 from treadle.run.exchange import exchange
 from treadle.run.servers import KINDS
 from treadle.types import SamplingParams, Status
-from treadle.weights import Offer, SentWeights
-from treadle.weights import cuda_ipc
+from treadle.weights import Offer, SentWeights, cuda_ipc
 from treadle.weights.disk import DiskSender
 from treadle.weights.named import BROADCASTS
 from treadle.weights.shm import ShmSender
@@ -39,6 +38,7 @@ PROMPT = [5, 9, 30, 7, 61]
 SAMPLED = SamplingParams(24, ignore_eos=True)
 BUCKET_BYTES = 3000  # far less than most of the weights
 TRANSPORTS = ("shm", "disk", "broadcast")
+TRAP = "model.layers.1.self_attn.v_proj.weight"  # sent when the queries are out
 
 
 def broadcast_to(server_kind, weights, num_receivers=1):
@@ -221,7 +221,7 @@ def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(serve
         kind = KINDS[server_kind].broadcast
         given = {"kind": kind, "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
         assert trainer("start", **given) is None
-        assert trainer("die_at", name="model.layers.1.self_attn.v_proj.weight") is None
+        assert trainer("die_at", name=TRAP) is None
         offer = Offer.from_json(trainer("offer", version=1))
         flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
         await asyncio.sleep(0.3)
@@ -273,6 +273,97 @@ def test_every_worker_of_a_divided_server_receives(
             await engine.close()
 
     run(main(), 600)
+
+
+class Trapped(dict[str, torch.Tensor]):
+    """Weights, of which one springs a trap when it is read."""
+
+    def __init__(self, weights, name, spring):
+        super().__init__(weights)
+        self._name, self._spring = name, spring
+
+    def __getitem__(self, name):
+        if name == self._name:
+            self._spring()
+        return super().__getitem__(name)
+
+
+def test_several_servers_take_one_broadcast_and_the_loss_of_one_tears_the_others(
+    server_kind, client_of, start_server, launch_server, shared_server, with_shared, wide_model_dir
+):
+    """kill -9 of one when the queries of a layer are out and its values are not; the next whole push heals the other."""
+
+    async def use(one, model):
+        launch = launch_server(server_kind, wide_model_dir)
+        two = await start_server(server_kind)(launch, client_of(server_kind, wide_model_dir), "engine 2")
+        await two.set_version(0)
+        weights = dict(model.named_parameters())
+
+        def kill() -> None:
+            for process in server_of(two).children(recursive=True) or [server_of(two)]:
+                process.kill()
+
+        sender = broadcast_to(server_kind, sent(model), 2)
+        for version in (1, 2):
+            change(model)
+            assert not await push_to([one, two], sender, version)
+            await asyncio.gather(*(assert_serves(engine, model, version) for engine in (one, two)))
+        lacking = {name: weight for name, weight in weights.items() if "layers.1.mlp.up" not in name}
+        other = broadcast_to(server_kind, SentWeights(lacking), 2)
+        assert len(await push_to([one, two], other, 3)) == 3
+        await asyncio.gather(*(assert_serves(engine, model, 2) for engine in (one, two)))
+        deadly = broadcast_to(server_kind, SentWeights(Trapped(weights, TRAP, kill)), 2)
+        change(model)
+        assert any(isinstance(error, EngineLostError) for error in await push_to([one, two], deadly, 3))
+        with pytest.raises(EngineError, match=r"no whole weights.*version 3"):
+            await one.health()
+        alone = broadcast_to(server_kind, sent(model))
+        await push(one, alone, 3)
+        await assert_serves(one, model, 3)
+        for ended in (sender, other, deadly, alone):
+            ended.close()
+        await two.close()
+
+    with_shared(use)
+
+
+def test_sglang_copies_tensors_that_are_pickled_for_it(client_of, shared_server, wide_model_dir, monkeypatch):
+    """The way of GPU handles, with memory of the CPU that is shared by name in the place of the GPU's."""
+    address, _ = shared_server("sglang")
+    strategy = torch.multiprocessing.get_sharing_strategy()
+
+    def offered(model, version, **bent):
+        tensors = {name: weight.detach().clone() for name, weight in {**dict(model.named_parameters()), **bent}.items()}
+        monkeypatch.setattr(cuda_ipc, "reduced", lambda shared, gpus, spec: reduce_tensor(tensors[shared["name"]]))
+        where = {"gpus": {}, "handles": {name: {"name": name} for name in tensors}}
+        return Offer("cuda_ipc", version, SentWeights(tensors).specs, where)
+
+    async def main():
+        model = load(wide_model_dir)
+        engine = client_of("sglang", wide_model_dir).engine(address, "sglang")
+        await engine.set_version(0)
+        await engine._ask("/begin_weight_update", {})  # as a client that was lost in an update left it
+        for version in (1, 2):
+            change(model)
+            flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
+            await asyncio.sleep(0.3)
+            await engine.receive(offered(model, version))
+            await assert_serves(engine, model, version)
+            for completion in await flying:
+                assert gap(model, completion, int((completion.weight_versions < version).sum())) < 1e-4
+        with pytest.raises(EngineError, match=r"norm.weight.*is sent, the engine has"):
+            await engine.receive(offered(model, 3, **{"model.norm.weight": torch.zeros(3)}))
+        await assert_serves(engine, model, 2)
+        first = load(wide_model_dir)
+        await engine.receive(offered(first, 3))
+        await assert_serves(engine, first, 3)
+        await engine.close()
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        run(main())
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
 
 
 def test_a_push_that_sglang_can_not_load_ends_what_runs_and_the_next_one_heals(
