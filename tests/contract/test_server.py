@@ -252,7 +252,8 @@ def test_every_worker_of_a_divided_server_receives(
     server_kind, launch_server, start_server, client_of, make_wide_model, monkeypatch
 ):
     """Tensor parallel over two workers: two ranks of one broadcast, each of which keeps its part."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each worker wants a NUMA node of its own
+    for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("SGLANG_CPU_OMP_THREADS_BIND", "0|0")):
+        monkeypatch.setenv(name, value)  # else each worker wants a NUMA node of its own
     folder = make_wide_model(tied=False, num_key_value_heads=2)
     launch = launch_server(server_kind, folder)
     own = {"vllm": {"distributed-executor-backend": "mp"}, "sglang": {}}[server_kind]
