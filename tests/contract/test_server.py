@@ -248,12 +248,30 @@ def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(serve
     with_shared(use)
 
 
+class Trapped(dict[str, torch.Tensor]):
+    """Weights, of which one springs a trap when it is read."""
+
+    def __init__(self, weights, name, spring):
+        super().__init__(weights)
+        self._name, self._spring = name, spring
+
+    def __getitem__(self, name):
+        if name == self._name:
+            self._spring()
+        return super().__getitem__(name)
+
+
 def test_every_worker_of_a_divided_server_receives(
     server_kind, launch_server, start_server, client_of, make_wide_model, monkeypatch
 ):
-    """Tensor parallel over two workers: two ranks of one broadcast, each of which keeps its part."""
+    """Tensor parallel over two workers: two ranks of one broadcast, each of which keeps its part; neither hangs in one that
+    breaks off."""
     for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("SGLANG_CPU_OMP_THREADS_BIND", "0|0")):
         monkeypatch.setenv(name, value)  # else each worker wants a NUMA node of its own
+
+    def break_off() -> None:
+        raise RuntimeError("the trainer lost its weights")
+
     folder = make_wide_model(tied=False, num_key_value_heads=2)
     launch = launch_server(server_kind, folder)
     own = {"vllm": {"distributed-executor-backend": "mp"}, "sglang": {}}[server_kind]
@@ -269,24 +287,19 @@ def test_every_worker_of_a_divided_server_receives(
                 change(model)
                 await push(engine, sender, version)
                 await assert_serves(engine, model, version)
+            broken = broadcast_to(server_kind, SentWeights(Trapped(dict(model.named_parameters()), TRAP, break_off)), 2)
+            with pytest.raises(EngineError):
+                await push(engine, broken, 3)
+            with pytest.raises(EngineError, match=r"no whole weights.*version 3"):
+                await engine.health()
+            await push(engine, sender, 3)
+            await assert_serves(engine, model, 3)
+            broken.close()
             sender.close()
         finally:
             await engine.close()
 
     run(main(), 600)
-
-
-class Trapped(dict[str, torch.Tensor]):
-    """Weights, of which one springs a trap when it is read."""
-
-    def __init__(self, weights, name, spring):
-        super().__init__(weights)
-        self._name, self._spring = name, spring
-
-    def __getitem__(self, name):
-        if name == self._name:
-            self._spring()
-        return super().__getitem__(name)
 
 
 def test_several_servers_take_one_broadcast_and_the_loss_of_one_tears_the_others(

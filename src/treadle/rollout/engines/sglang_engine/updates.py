@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from treadle.errors import EngineError, EngineLostError
@@ -88,26 +89,21 @@ class GroupUpdates:
         """Have the server take all buckets, which the trainer sends meanwhile."""
         wait = _step_seconds(offer, seconds)
         layouts = list(whole_buckets(offer.specs, int(offer.where["bucket_bytes"])))
-        async with _session(ask, seconds):
-            try:
-                for i, layout in enumerate(layouts):
-                    is_last = i == len(layouts) - 1
-                    specs = [layout.specs[name] for name in layout.offsets]
-                    update = {
-                        "names": list(layout.offsets),
-                        "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
-                        "shapes": [list(spec.shape) for spec in specs],
-                        "group_name": self._group,
-                        "load_format": "flattened_bucket",
-                        "flush_cache": is_last,
-                        "weight_version": str(offer.version) if is_last else None,
-                    }
-                    await _tell(ask, "/update_weights_from_distributed", update, wait)
-            except EngineLostError:
-                raise
-            except EngineError:
-                await self._leave(ask, wait)  # at once: trainer and other servers wait for this one
-                raise
+        # Let go of at once where it breaks off: trainer and other servers wait for this one, and its ranks for each other.
+        async with _session(ask, seconds, partial(self._leave, ask, wait)):
+            for i, layout in enumerate(layouts):
+                is_last = i == len(layouts) - 1
+                specs = [layout.specs[name] for name in layout.offsets]
+                update = {
+                    "names": list(layout.offsets),
+                    "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+                    "shapes": [list(spec.shape) for spec in specs],
+                    "group_name": self._group,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": is_last,
+                    "weight_version": str(offer.version) if is_last else None,
+                }
+                await _tell(ask, "/update_weights_from_distributed", update, wait)
 
     async def _leave(self, ask: Ask, seconds: float) -> None:
         self._seat.group = None
@@ -122,8 +118,28 @@ class GroupUpdates:
 
 
 @asynccontextmanager
-async def _session(ask: Ask, seconds: float) -> AsyncIterator[None]:
-    """Weights are taken inside; an error there closes the session too, else the server would refuse the next one."""
+async def _session(
+    ask: Ask, seconds: float, let_go: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[None]:
+    """Weights are taken inside; an error there closes the session too, else the server would refuse the next one.
+
+    What the server needs to get out of what it waits for comes first then: `let_go`.
+    """
+    try:
+        await _begin(ask, seconds)
+        yield
+        await _tell(ask, "/end_weight_update", {}, seconds)
+    except EngineLostError:
+        raise
+    except EngineError:
+        if let_go is not None:
+            await let_go()
+        with suppress(RefusedError):
+            await ask("/end_weight_update", {}, seconds=seconds)
+        raise
+
+
+async def _begin(ask: Ask, seconds: float) -> None:
     try:
         await _tell(ask, "/begin_weight_update", {}, seconds)
     except EngineLostError:
@@ -131,15 +147,6 @@ async def _session(ask: Ask, seconds: float) -> AsyncIterator[None]:
     except EngineError:  # one is open, of a client that was lost on the way
         await _tell(ask, "/end_weight_update", {}, seconds)
         await _tell(ask, "/begin_weight_update", {}, seconds)
-    try:
-        yield
-    except EngineLostError:
-        raise
-    except EngineError:
-        with suppress(RefusedError):
-            await ask("/end_weight_update", {}, seconds=seconds)
-        raise
-    await _tell(ask, "/end_weight_update", {}, seconds)
 
 
 async def _tell(ask: Ask, path: str, body: Mapping[str, Any], seconds: float) -> None:
