@@ -314,7 +314,8 @@ def test_several_servers_take_one_broadcast_and_the_loss_of_one_tears_the_others
         weights = dict(model.named_parameters())
 
         def kill() -> None:
-            for process in server_of(two).children(recursive=True) or [server_of(two)]:
+            server = server_of(two)
+            for process in (*server.children(recursive=True), server):
                 process.kill()
 
         sender = broadcast_to(server_kind, sent(model), 2)
