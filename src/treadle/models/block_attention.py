@@ -15,6 +15,7 @@ prefix, `R` longest suffix, `B` blocks, `Q` rows and `L` columns of a block.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 from treadle.models.layout import PackedLayout
 from treadle.models.one_pass import OnePass
 
-CACHED_SCORES = 1 << 20
+CACHED_SCORES = 1 << 22
 """Scores computed together on a CPU: 2 MiB in bfloat16, which two cores keep in their second-level caches."""
 CAUSAL_TOKENS = 256
 """Tokens of a block that look at what is before the last of them: fewer compute less that is hidden, more are quicker to compute."""
@@ -48,12 +49,43 @@ class Look:
     high: Tensor
     mask: Tensor | None  # [Q, L], 0 or -inf, in the dtype of queries; None where every row sees every column
 
-    def pieces(self) -> Iterator[slice]:
-        """Blocks, counted from the first of the look, whose scores are computed together."""
-        scores = len(self.low) * (self.columns.stop - self.columns.start)
+    @property
+    def step(self) -> int:
+        """Blocks whose scores are computed together."""
         count = self.blocks.stop - self.blocks.start
-        step = max(1, CACHED_SCORES // scores) if self.low.device.type == "cpu" else count
-        return (slice(start, min(start + step, count)) for start in range(0, count, step))
+        return min(count, max(1, CACHED_SCORES // self.scores)) if self.low.device.type == "cpu" else count
+
+    @property
+    def scores(self) -> int:
+        """Of one block."""
+        return len(self.low) * (self.columns.stop - self.columns.start)
+
+    def pieces(self) -> Iterator[slice]:
+        """Blocks that are computed together, counted from the first of the look."""
+        count = self.blocks.stop - self.blocks.start
+        return (slice(start, min(start + self.step, count)) for start in range(0, count, self.step))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Prefixes [F·K, P·H/K, D] and suffixes [F·K·M, R·H/K, D], and the memory of both, [cells, H/K·D]."""
+
+    cells: Tensor
+    prefixes: Tensor
+    suffixes: Tensor
+
+    def asked(self, look: Look, num_seen: int) -> Tensor:
+        """The rows of a look [B, Q, D], where its columns are in `num_seen` blocks."""
+        blocks = self.prefixes if look.asks == PREFIX else self.suffixes
+        return blocks.view(num_seen, -1, blocks.shape[-1])[look.blocks, look.rows]
+
+    def count(self, look: Look) -> int:
+        """Blocks that hold its columns."""
+        return len(self.prefixes if look.seen == PREFIX else self.suffixes)
+
+    def seen(self, look: Look) -> Tensor:
+        """The columns of a look [B, L, D]."""
+        return (self.prefixes if look.seen == PREFIX else self.suffixes)[look.blocks, look.columns]
 
 
 @dataclass(frozen=True)
@@ -65,29 +97,37 @@ class Grid:
     """
 
     sizes: tuple[int, int, int, int, int]  # F, M, P, R, K
-    sources: tuple[Tensor, Tensor]  # int64 [F·K·P] and [F·K·M·R]: which (token, key head) is in a cell
-    padding: tuple[Tensor, Tensor]  # int64: the cells of each without a token
-    cells: Tensor  # int64 [N·K]: where each (token, key head) is, prefixes before suffixes
+    source: Tensor  # int64 [F·K·P + F·K·M·R]: which (token, key head) is in a cell, prefixes before suffixes
+    padding: Tensor  # int64: the cells without a token
+    cells: Tensor  # int64 [N·K]: where each (token, key head) is
     looks: tuple[Look, ...]
 
-    def blocks(self, x: Tensor, *, no_padding: bool = False) -> tuple[Tensor, Tensor]:
-        """x [N, H, D] → prefixes [F·K, P·H/K, D] and suffixes [F·K·M, R·H/K, D]; with `no_padding` cells without a token are 0."""
-        families, most, prefix, suffix, kv_heads = self.sizes
-        repeat, dim = x.shape[1] // kv_heads, x.shape[2]
-        pairs = x.reshape(len(x) * kv_heads, repeat * dim)
-        first, rest = (pairs.index_select(0, source) for source in self.sources)
+    def blocks(self, x: Tensor, *, no_padding: bool = False) -> Pair:
+        """x [N, H, D] as blocks; with `no_padding` cells without a token are 0."""
+        kv_heads = self.sizes[4]
+        cells = x.reshape(len(x) * kv_heads, x.shape[1] // kv_heads * x.shape[2]).index_select(0, self.source)
         if no_padding:
-            first, rest = (x.index_fill_(0, at, 0.0) for x, at in zip((first, rest), self.padding, strict=True))
-        return (
+            cells.index_fill_(0, self.padding, 0.0)
+        return self.pair(cells, x.shape[2])
+
+    def empty(self, heads: int, dim: int, dtype: torch.dtype) -> Pair:
+        """Blocks for numbers [N, H, D], not yet written."""
+        width = heads // self.sizes[4] * dim
+        return self.pair(torch.empty(len(self.source), width, dtype=dtype, device=self.source.device), dim)
+
+    def pair(self, cells: Tensor, dim: int) -> Pair:
+        families, most, prefix, suffix, kv_heads = self.sizes
+        first, rest = cells.split([families * kv_heads * prefix, families * kv_heads * most * suffix])
+        repeat = cells.shape[1] // dim
+        return Pair(
+            cells,
             first.view(families * kv_heads, prefix * repeat, dim),
             rest.view(families * kv_heads * most, suffix * repeat, dim),
         )
 
-    def row(self, prefixes: Tensor, suffixes: Tensor, shape: Sequence[int]) -> Tensor:
-        """The inverse, [N, H, D] of this shape."""
-        width = shape[1] // self.sizes[4] * shape[2]
-        both = torch.cat([x.view(x.numel() // width, width) for x in (prefixes, suffixes)])
-        return both.index_select(0, self.cells).view(shape)
+    def row(self, pair: Pair, shape: Sequence[int]) -> Tensor:
+        """The inverse of `blocks`, [N, H, D] of this shape."""
+        return pair.cells.index_select(0, self.cells).view(shape)
 
 
 def grid_of(layout: PackedLayout, heads: int, kv_heads: int, window: int | None, dtype: torch.dtype) -> Grid:
@@ -95,25 +135,20 @@ def grid_of(layout: PackedLayout, heads: int, kv_heads: int, window: int | None,
     device = layout.device
     families, most, longest, width = layout.shape
     key_heads = torch.arange(kv_heads, device=device)
-    sizes, sources, padding = (longest, most * width), [], []
+    count = families * kv_heads * (longest + most * width)
+    source = torch.full((count,), -1, device=device)
     cells = torch.zeros(layout.num_tokens, kv_heads, dtype=torch.int64, device=device)
     offset = 0
-    for (rows, places), size in zip((layout.prefix_cells, layout.suffix_cells), sizes, strict=True):
+    for (rows, places), size in zip((layout.prefix_cells, layout.suffix_cells), (longest, most * width), strict=True):
         family, inside = places // max(size, 1), places % max(size, 1)
-        at = (family[:, None] * kv_heads + key_heads) * size + inside[:, None]
-        cells[rows] = at + offset
-        source = torch.full((families * kv_heads * size,), -1, device=device)
-        source.index_copy_(0, at.flatten(), (rows[:, None] * kv_heads + key_heads).flatten())
-        padding.append((source < 0).nonzero()[:, 0])
-        sources.append(source.clamp_(min=0))
-        offset += len(source)
+        cells[rows] = offset + (family[:, None] * kv_heads + key_heads) * size + inside[:, None]
+        offset += families * kv_heads * size
+    pairs = torch.arange(layout.num_tokens * kv_heads, device=device)
+    source.index_copy_(0, cells.flatten(), pairs)
+    padding = (source < 0).nonzero()[:, 0]
     looks = _looks(layout, heads // kv_heads, kv_heads, window, dtype)
     return Grid(
-        sizes=(families, most, longest, width, kv_heads),
-        sources=(sources[0], sources[1]),
-        padding=(padding[0], padding[1]),
-        cells=cells.flatten(),
-        looks=tuple(looks),
+        (families, most, longest, width, kv_heads), source.clamp_(min=0), padding, cells.flatten(), tuple(looks)
     )
 
 
@@ -198,54 +233,52 @@ class BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         assert query.shape[2] == key.shape[2] and key.shape == value.shape, "values are as wide as keys"  # noqa: PT018
         queries, keys, values = (grid.blocks(x) for x in (query, key, value))
-        outs = [torch.empty_like(x) for x in queries]
-        log_sums = [x.new_empty(*x.shape[:2], 1, dtype=torch.promote_types(x.dtype, torch.float32)) for x in queries]
+        exact = torch.promote_types(query.dtype, torch.float32)
+        outs, log_sums = grid.empty(*query.shape[1:], query.dtype), grid.empty(query.shape[1], 1, exact)
         for look in grid.looks:
-            out, log_sum = _attend(look, _asked(look, queries, keys), *_seen(look, keys, values), scaling, softcap)
-            so_far, sum_so_far = (_asked(look, x, keys) for x in (outs, log_sums))
+            seen, content = keys.seen(look), values.seen(look)
+            count = keys.count(look)
+            out, log_sum = _attend(look, queries.asked(look, count), seen, content, scaling, softcap)
+            so_far, sum_so_far = (x.asked(look, count) for x in (outs, log_sums))
             if look.asks == look.seen:
                 so_far.copy_(out)
                 sum_so_far.copy_(log_sum)
             else:
                 _join(*(x.flatten(0, 1) for x in (so_far, sum_so_far, out, log_sum)))
-        row = grid.row(*outs, query.shape)
-        ctx.save_for_backward(*queries, *keys, *values, *log_sums, row)
+        row = grid.row(outs, query.shape)
+        ctx.save_for_backward(queries.cells, keys.cells, values.cells, log_sums.cells, row)
         ctx.grid, ctx.options, ctx.shapes = grid, (scaling, softcap), (query.shape, key.shape, key.shape)
         return row
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grid, saved = ctx.grid, ctx.saved_tensors  # asked for once: with recomputed activations there is no second time
-        queries, keys, values, log_sums = (saved[i : i + 2] for i in range(0, 8, 2))
-        exact = log_sums[0].dtype
-        along = torch.empty(grad.shape[0] * grad.shape[1], 1, dtype=exact, device=grad.device)
-        _row_dots(along, grad.reshape(-1, grad.shape[2]), saved[8].flatten(0, 1))
-        of_outs = grid.blocks(grad, no_padding=True)
-        alongs = grid.blocks(along.view(*grad.shape[:2], 1), no_padding=True)
-        of_queries = [torch.zeros_like(x) for x in queries]
-        of_keys, of_values = ([torch.zeros_like(x, dtype=exact) for x in pair] for pair in (keys, values))
+        grid, (*saved, out) = (
+            ctx.grid,
+            ctx.saved_tensors,
+        )  # asked for once: with recomputed activations there is no second time
+        _, heads, dim = grad.shape
+        queries, keys, values, log_sums = (grid.pair(x, d) for x, d in zip(saved, (dim, dim, dim, 1), strict=True))
+        exact = log_sums.cells.dtype
+        along = torch.empty(grad.shape[0] * heads, 1, dtype=exact, device=grad.device)
+        _row_dots(along, grad.reshape(-1, dim), out.flatten(0, 1))
+        of_outs, alongs = (grid.blocks(x, no_padding=True) for x in (grad, along.view(*grad.shape[:2], 1)))
+        of_queries = grid.empty(heads, dim, grad.dtype)
+        of_keys, of_values = (grid.pair(torch.zeros_like(x.cells, dtype=exact), dim) for x in (keys, values))
+        scratch = _Scratch(grid.looks, grad)
         for look in grid.looks:
-            of_asked, of_seen = _asked(look, of_queries, keys), _seen(look, of_keys, of_values)
-            given = [_asked(look, x, keys) for x in (queries, of_outs, log_sums, alongs)]
+            count = keys.count(look)
+            # Dense, for `bmm` on a CPU is slow where they are not.
+            asked = [x.asked(look, count).contiguous() for x in (queries, of_outs, log_sums, alongs)]
+            seen = [x.seen(look).contiguous() for x in (keys, values)]
+            asked.append(of_queries.asked(look, count))
+            seen += [of_keys.seen(look), of_values.seen(look)]
             for piece in look.pieces():
-                parts = [x[piece] for x in (*given, *_seen(look, keys, values))]
-                found = _gradients(look, parts, *ctx.options)
-                for total, part in zip((of_asked, *of_seen), found, strict=True):
-                    total[piece].add_(part)
-        pairs = zip((of_queries, of_keys, of_values), ctx.shapes, strict=True)
-        return *(grid.row(*(x.to(grad.dtype) for x in pair), shape) for pair, shape in pairs), None, None, None
-
-
-def _asked(look: Look, pair: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
-    """The rows of a look [B, Q, …] in blocks that hold something for each query."""
-    blocks = pair[look.asks].view(len(keys[look.seen]), -1, pair[look.asks].shape[-1])
-    return blocks[look.blocks, look.rows]
-
-
-def _seen(look: Look, *pairs: Sequence[Tensor]) -> list[Tensor]:
-    """Its columns [B, L, …] in blocks that hold something for each key."""
-    return [pair[look.seen][look.blocks, look.columns] for pair in pairs]
+                _gradients(
+                    look, _Asked(*(x[piece] for x in asked)), _Seen(*(x[piece] for x in seen)), scratch, ctx.options
+                )
+        found = zip((of_queries, of_keys, of_values), ctx.shapes, strict=True)
+        return *(grid.row(x, shape).to(grad.dtype) for x, shape in found), None, None, None
 
 
 def _attend(
@@ -270,25 +303,54 @@ def _attend(
     return torch.bmm((scores - log_sum).exp_().to(value.dtype), value), log_sum
 
 
-def _gradients(
-    look: Look, parts: Sequence[Tensor], scaling: float, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of some blocks; parts are query, gradient of the output, log of the sum, `_row_dots`, key and value."""
-    query, of_out, log_sum, along, key, value = parts
-    scores, of_shares = torch.bmm(query, key.transpose(1, 2)), torch.bmm(of_out, value.transpose(1, 2))
-    columns = torch.arange(look.columns.start, look.columns.stop, dtype=torch.float32, device=query.device)
-    rows = (
-        log_sum.reshape(-1, 1),
-        along.reshape(-1, 1),
-        *(x.repeat(len(query))[:, None] for x in (look.low, look.high)),
-    )
-    _score_gradients(scores.flatten(0, 1), of_shares.flatten(0, 1), *rows, whole=(columns, scaling, softcap))
-    shares, of_scores = scores, of_shares
-    return (
-        torch.bmm(of_scores, key),
-        torch.bmm(of_scores.transpose(1, 2), query),
-        torch.bmm(shares.transpose(1, 2), of_out),
-    )
+@dataclass(frozen=True)
+class _Asked:
+    """What the backward pass has of some rows: [B, Q, D], and [B, Q, 1] of the log of the sum and `_row_dots`."""
+
+    query: Tensor
+    of_out: Tensor
+    log_sum: Tensor
+    along: Tensor
+    of_query: Tensor  # to be written
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """And of some columns: [B, L, D]."""
+
+    key: Tensor
+    value: Tensor
+    of_key: Tensor  # to be added to, in the precision of sums
+    of_value: Tensor
+
+
+class _Scratch:
+    """Memory for the scores of a piece and their gradients, the same for all pieces, so that it stays in the cache."""
+
+    def __init__(self, looks: Sequence[Look], like: Tensor):
+        most = max((look.step * look.scores for look in looks), default=0)
+        self._memory = torch.empty(2, most, dtype=like.dtype, device=like.device)
+
+    def pair(self, *shape: int) -> tuple[Tensor, Tensor]:
+        one, other = self._memory[:, : math.prod(shape)].view(2, *shape)
+        return one, other
+
+
+def _gradients(look: Look, asked: _Asked, seen: _Seen, scratch: _Scratch, options: tuple[float, float | None]) -> None:
+    """Gradients of the queries, keys and values of some blocks."""
+    shares, of_scores = scratch.pair(len(asked.query), asked.query.shape[1], seen.key.shape[1])
+    torch.bmm(asked.query, seen.key.transpose(1, 2), out=shares)
+    torch.bmm(asked.of_out, seen.value.transpose(1, 2), out=of_scores)
+    columns = torch.arange(look.columns.start, look.columns.stop, dtype=torch.float32, device=shares.device)
+    ends = (x.repeat(len(shares))[:, None] for x in (look.low, look.high))
+    rows = (asked.log_sum.view(-1, 1), asked.along.view(-1, 1), *ends)
+    _score_gradients(shares.flatten(0, 1), of_scores.flatten(0, 1), *rows, whole=(columns, *options))
+    if look.asks == look.seen:  # comes first
+        torch.bmm(of_scores, seen.key, out=asked.of_query)
+    else:
+        asked.of_query.baddbmm_(of_scores, seen.key)
+    seen.of_key.add_(torch.bmm(of_scores.transpose(1, 2), asked.query))
+    seen.of_value.add_(torch.bmm(shares.transpose(1, 2), asked.of_out))
 
 
 @OnePass
