@@ -19,10 +19,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from treadle.models.attention import PLAN_KEY, LayerAttention
-from treadle.models.tiles import tiles
+from treadle.models.one_pass import OnePass, tiles
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures whose layer is: norm, attention with rotary positions, norm, gated MLP with SiLU."""
+
+
+@OnePass
+def _gate(hidden: Tensor, gated: Tensor, upped: Tensor) -> None:
+    hidden.copy_(F.silu(gated) * upped)
+
+
+@OnePass
+def _gate_gradients(
+    hidden: Tensor, of_gated: Tensor, of_upped: Tensor, of_hidden: Tensor, gated: Tensor, upped: Tensor
+) -> None:
+    """Gradients of gated and upped, and once more what they make."""
+    active = F.silu(gated)
+    hidden.copy_(active * upped)
+    of_upped.copy_(of_hidden * active)
+    of_gated.copy_(torch.ops.aten.silu_backward(of_hidden * upped, gated))
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -32,8 +48,7 @@ class _GatedMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gated, upped = x @ gate.T, x @ up.T
         hidden = torch.empty_like(gated)
-        for rows in tiles(len(x), 3 * down.shape[1] * x.element_size(), x.device):
-            torch.mul(F.silu(gated[rows]), upped[rows], out=hidden[rows])
+        _gate(hidden, gated, upped)
         ctx.save_for_backward(x, gated, upped, gate, up, down)
         return hidden @ down.T
 
@@ -43,12 +58,7 @@ class _GatedMLP(torch.autograd.Function):
         x, gated, upped, gate, up, down = ctx.saved_tensors
         of_hidden = grad @ down
         hidden, of_gated, of_upped = (torch.empty_like(gated) for _ in range(3))
-        for rows in tiles(len(x), 3 * down.shape[1] * x.element_size(), x.device):
-            active = F.silu(gated[rows])
-            torch.mul(active, upped[rows], out=hidden[rows])
-            torch.mul(of_hidden[rows], active, out=of_upped[rows])
-            through = of_hidden[rows].mul_(upped[rows])
-            torch.ops.aten.silu_backward.grad_input(through, gated[rows], grad_input=of_gated[rows])
+        _gate_gradients(hidden, of_gated, of_upped, of_hidden, gated, upped)
         of_x = torch.addmm(of_gated @ gate, of_upped, up)
         return of_x, of_gated.T @ x, of_upped.T @ x, grad.T @ hidden
 

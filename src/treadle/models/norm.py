@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.models.tiles import tiles
+from treadle.models.one_pass import OnePass
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -43,13 +43,29 @@ class FusedRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
+@OnePass
+def _norm(out: Tensor, inverse: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    normed, factor = rms_norm(x, weight, eps)
+    out.copy_(normed)
+    inverse.copy_(factor)
+
+
+@OnePass
+def _norm_gradients(of_x: Tensor, grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, of_weight: Tensor) -> None:
+    """Writes the gradient of x, adds to that of the weight; in the precision of `inverse`."""
+    normed, exact = x * inverse, grad.to(inverse.dtype)
+    product = exact * normed
+    along = (product * weight).sum(-1, keepdim=True).div_(x.shape[-1])
+    of_x.copy_((exact * weight).addcmul_(normed, along, value=-1).mul_(inverse))
+    of_weight.add_(product.sum(0))
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         out, inverse = torch.empty_like(flat), flat.new_empty(len(flat), 1, dtype=_exact(x.dtype))
-        for rows in tiles(len(flat), 10 * x.shape[-1], x.device):
-            out[rows], inverse[rows] = rms_norm(flat[rows], weight, eps)
+        _norm(out, inverse, flat, whole=(weight, eps))
         ctx.save_for_backward(flat, weight, inverse)
         return out.view(x.shape)
 
@@ -58,14 +74,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
         flat, of_x = grad.reshape(x.shape), torch.empty_like(x)
-        exact_weight, of_weight = weight.to(inverse.dtype), torch.zeros_like(weight, dtype=inverse.dtype)
-        for rows in tiles(len(x), 16 * x.shape[-1], x.device):
-            normed = x[rows] * inverse[rows]  # in the precision of `inverse`
-            exact = flat[rows].to(normed.dtype, copy=True)
-            product = exact * normed
-            along = (product @ exact_weight).div_(x.shape[-1]).unsqueeze(-1)
-            of_x[rows] = exact.mul_(weight).addcmul_(normed, along, value=-1).mul_(inverse[rows])
-            of_weight += product.sum(0)
+        of_weight = torch.zeros_like(weight, dtype=inverse.dtype)
+        _norm_gradients(of_x, flat, x, inverse, whole=(weight.to(inverse.dtype), of_weight))
         return of_x.view(grad.shape), of_weight.to(weight.dtype), None
 
 

@@ -92,7 +92,7 @@ class Scheduler:
 
     def step(self) -> list[tuple[Request, Completion]]:
         """Admit what fits and sample its first tokens, or else one token for every running sample; return those that ended."""
-        with torch.no_grad():
+        with torch.inference_mode():
             self._prepare()
             admitted = self._admit()
             return self._prefill(admitted) if admitted else self._decode()
