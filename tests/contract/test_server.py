@@ -155,12 +155,12 @@ def run(main, seconds=240.0):
 
 @pytest.fixture
 def with_shared(server_kind, client_of, shared_server, wide_model_dir):
-    """`with_shared(use)`: run `use(engine, model)` on the server of all tests, whose first weights then come back."""
+    """`with_shared(use, seconds=240)`: run `use(engine, model)` on the server of all tests, whose first weights then come back."""
 
     client = client_of(server_kind, wide_model_dir)
     address, _ = shared_server(server_kind)
 
-    def run_it(use):
+    def run_it(use, seconds=240.0):
         async def main():
             model = load(wide_model_dir)
             engine = client.engine(address, server_kind)
@@ -175,7 +175,7 @@ def with_shared(server_kind, client_of, shared_server, wide_model_dir):
                 sender.close()
                 await after.close()
 
-        run(main())
+        run(main(), seconds)
 
     return run_it
 
@@ -339,7 +339,7 @@ def test_several_servers_take_one_broadcast_and_the_loss_of_one_tears_the_others
             ended.close()
         await two.close()
 
-    with_shared(use)
+    with_shared(use, 600)
 
 
 def test_sglang_copies_tensors_that_are_pickled_for_it(client_of, shared_server, wide_model_dir, monkeypatch):
