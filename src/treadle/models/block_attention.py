@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from treadle.models.layout import PackedLayout
-from treadle.models.one_pass import OnePass
+from treadle.one_pass import OnePass
 
 CACHED_SCORES = 1 << 22
 """Scores computed together on a CPU: 2 MiB in bfloat16, which two cores keep in their second-level caches."""

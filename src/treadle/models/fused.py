@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from treadle.models.attention import PLAN_KEY, LayerAttention
-from treadle.models.one_pass import OnePass
+from treadle.one_pass import OnePass
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures whose layer is: norm, attention with rotary positions, norm, gated MLP with SiLU."""

@@ -16,7 +16,7 @@ from treadle.models.fused import (
 )
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import load_model
-from treadle.models.one_pass import CACHE_BYTES, tiles
+from treadle.one_pass import CACHE_BYTES, tiles
 
 FUSED = ["llama", "llama, a key head for each query head, biases", "qwen2", "qwen3", "mistral, sliding window"]
 LEFT = ["gemma2, soft caps", "gpt2", "granite, scaled logits", "cohere, scaled logits", "mixtral"]
