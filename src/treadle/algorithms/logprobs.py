@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from treadle.one_pass import OnePass
+
 CPU_TILE = (2048, 1024)
 """Rows and vocabulary of a tile on a CPU, as measured: where all rows are in one tile, a weight's gradient needs no adding up."""
 GPU_TILE = (4096, 8192)
@@ -64,9 +66,8 @@ def logprobs_and_entropy(
         low, high = torch.stack(torch.aminmax(targets)).tolist()
         assert 0 <= low <= high < vocab, f"targets lie in [{low}, {high}], the vocabulary has {vocab} tokens"
     stat_dtype = torch.promote_types(hidden.dtype, torch.float32)
-    inverse = None if isinstance(temperature, float | int) and temperature == 1 else 1.0 / torch.as_tensor(temperature)
-    if inverse is not None:
-        inverse = inverse.to(device=hidden.device, dtype=stat_dtype).expand(num_rows).detach()
+    inverse = (1.0 / torch.as_tensor(temperature)).to(device=hidden.device, dtype=stat_dtype).detach()
+    inverse = inverse.expand(num_rows).unsqueeze(1).contiguous()
     logprobs, entropy = _TiledLogprobs.apply(hidden, weight, bias, targets, inverse, plan)
     return logprobs, entropy
 
@@ -92,46 +93,50 @@ def _spans(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-class _Scratch:
-    """Buffers for one tile, made once and used again for every tile."""
-
-    def __init__(self, hidden: Tensor, stat_dtype: torch.dtype, shape: tuple[int, int]):
-        self._numel = shape[0] * shape[1]
-        self._device = hidden.device
-        self._dtypes = {"matmul": hidden.dtype}
-        self._stat_dtype = stat_dtype
-        self._buffers: dict[str, Tensor] = {}
-
-    def get(self, name: str, rows: int, columns: int) -> Tensor:
-        if name not in self._buffers:
-            dtype = self._dtypes.get(name, self._stat_dtype)
-            self._buffers[name] = torch.empty(self._numel, dtype=dtype, device=self._device)
-        return self._buffers[name][: rows * columns].view(rows, columns)
+def _scores(rows: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
+    """What the head gives for one tile, in the dtype of the rows."""
+    out = memory[: rows.shape[0] * weight.shape[0]].view(rows.shape[0], weight.shape[0])
+    return torch.mm(rows, weight.t(), out=out)
 
 
-def _logits_tile(rows: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, scratch: _Scratch) -> Tensor:
-    """Logits of one tile before the temperature, in the softmax's dtype; with a soft cap, `tanh` is in "tanh"."""
-    shape = (rows.shape[0], weight.shape[0])
-    logits = scratch.get("logits", *shape)
-    if logits.dtype == rows.dtype:
-        torch.mm(rows, weight.t(), out=logits)
-    else:
-        logits.copy_(torch.mm(rows, weight.t(), out=scratch.get("matmul", *shape)))
+def _logits(
+    scores: Tensor, inverse_temperature: Tensor, bias: Tensor | None, plan: _Plan
+) -> tuple[Tensor, Tensor | None]:
+    """Logits of a tile in the softmax's dtype; and where they have a soft cap, its slope."""
+    logits = scores.to(inverse_temperature.dtype)
     if bias is not None:
-        logits.add_(bias)
-    if plan.logit_scale != 1.0:
-        logits.mul_(plan.logit_scale)
-    if plan.logit_softcap is not None:
-        tanh = torch.div(logits, plan.logit_softcap, out=scratch.get("tanh", *shape)).tanh_()
-        torch.mul(tanh, plan.logit_softcap, out=logits)
-    return logits
+        logits = logits + bias
+    logits = logits * plan.logit_scale
+    if plan.logit_softcap is None:
+        return logits * inverse_temperature, None
+    tanh = torch.tanh(logits / plan.logit_softcap)
+    return tanh * plan.logit_softcap * inverse_temperature, 1 - tanh.square()
 
 
-def _local_targets(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Column of each target inside a tile, and True where it lies in the tile at all."""
-    local = targets - columns.start
-    width = columns.stop - columns.start
-    return local.clamp(0, width - 1).unsqueeze(1), (local >= 0) & (local < width)
+@OnePass
+def _take_in(
+    log_sum: Tensor,
+    target_logit: Tensor,
+    mean_logit: Tensor,
+    scores: Tensor,
+    inverse_temperature: Tensor,
+    targets: Tensor,
+    columns: Tensor,
+    bias: Tensor | None,
+    plan: _Plan,
+) -> None:
+    """Rows' sums so far, [N, 1], with those of one more tile; targets and columns as floats, which a loop compares quickly."""
+    logits, _ = _logits(scores, inverse_temperature, bias, plan)
+    most = logits.amax(1, keepdim=True)
+    shares = torch.exp(logits - most)
+    total = shares.sum(1, keepdim=True)
+    tile_log_sum = most + torch.log(total)
+    joined = torch.logaddexp(log_sum, tile_log_sum)
+    target_logit.add_(torch.where(columns == targets, logits, 0.0).sum(1, keepdim=True))
+    if plan.with_entropy:
+        mean = (shares * logits).sum(1, keepdim=True) / total
+        mean_logit.lerp_(mean, torch.exp(tile_log_sum - joined))
+    log_sum.copy_(joined)
 
 
 class _TiledLogprobs(torch.autograd.Function):
@@ -142,102 +147,95 @@ class _TiledLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        inverse_temperature: Tensor | None,
+        inverse_temperature: Tensor,
         plan: _Plan,
     ) -> tuple[Tensor, Tensor | None]:
-        stat_dtype = torch.promote_types(hidden.dtype, torch.float32)
         tile = plan.tile_shape(hidden, weight)
-        scratch = _Scratch(hidden, stat_dtype, tile)
-        log_sum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=stat_dtype)
+        memory = hidden.new_empty(tile[0] * tile[1])
+        log_sum = torch.full_like(inverse_temperature, -torch.inf)
         target_logit, mean_logit = torch.zeros_like(log_sum), torch.zeros_like(log_sum)
+        wanted = targets.to(torch.float64 if log_sum.dtype == torch.float64 else torch.float32).unsqueeze(1)
         for columns in _spans(weight.shape[0], tile[1]):
             tile_weight = weight[columns].to(hidden.dtype)
+            numbers = torch.arange(columns.start, columns.stop, dtype=wanted.dtype, device=hidden.device)
             tile_bias = None if bias is None else bias[columns]
             for rows in _spans(hidden.shape[0], tile[0]):
-                logits = _logits_tile(hidden[rows], tile_weight, tile_bias, plan, scratch)
-                if inverse_temperature is not None:
-                    logits.mul_(inverse_temperature[rows].unsqueeze(1))
-                local, inside = _local_targets(targets[rows], columns)
-                target_logit[rows] += torch.where(inside, logits.gather(1, local).squeeze(1), 0.0)
-                # The fused softmax is the quickest way to exp and sum; its largest entry is 1 / sum(exp(x - max)).
-                probs = torch.softmax(logits, 1, out=scratch.get("probs", *logits.shape))
-                tile_log_sum = logits.amax(1) - probs.amax(1).log()
-                joined = torch.logaddexp(log_sum[rows], tile_log_sum)
-                if plan.with_entropy:
-                    share = (tile_log_sum - joined).exp()
-                    mean_logit[rows] = torch.lerp(mean_logit[rows], probs.mul_(logits).sum(1), share)
-                log_sum[rows] = joined
-        entropy = log_sum - mean_logit if plan.with_entropy else None
+                scores = _scores(hidden[rows], tile_weight, memory)
+                sums = (log_sum[rows], target_logit[rows], mean_logit[rows])
+                _take_in(*sums, scores, inverse_temperature[rows], wanted[rows], whole=(numbers, tile_bias, plan))
+        entropy = (log_sum - mean_logit).squeeze(1) if plan.with_entropy else None
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets, inverse_temperature, log_sum, entropy)
+        ctx.save_for_backward(hidden, weight, bias, wanted, inverse_temperature, log_sum, entropy)
         if entropy is not None and not plan.entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return target_logit - log_sum, entropy
+        return (target_logit - log_sum).squeeze(1), entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, inverse_temperature, log_sum, entropy = ctx.saved_tensors
+        hidden, weight, bias, wanted, inverse_temperature, log_sum, entropy = ctx.saved_tensors
         if not ctx.plan.entropy_grad:
             grad_entropy = None
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, None, None, None
-        zero = torch.zeros_like(log_sum)
-        rows = _RowGradients(
-            targets=targets,
-            inverse_temperature=inverse_temperature,
-            log_sum=log_sum,
-            entropy=entropy,
-            logprobs=zero if grad_logprobs is None else grad_logprobs,
-            entropy_grad=grad_entropy,
-        )
-        wanted = tuple(ctx.needs_input_grad[:3])
-        return *_input_gradients(hidden, weight, bias, rows, ctx.plan, wanted), None, None, None
+        target_share = torch.zeros_like(log_sum) if grad_logprobs is None else grad_logprobs.unsqueeze(1)
+        if grad_entropy is None:  # then the gradient of its logprob is a factor of the whole row
+            ones = torch.ones_like(log_sum)
+            rows = _RowGradients(
+                wanted, inverse_temperature, log_sum, ones, torch.zeros_like(ones), ones, -target_share
+            )
+        else:
+            slope = grad_entropy.unsqueeze(1)
+            offset = target_share + slope * entropy.unsqueeze(1)
+            rows = _RowGradients(
+                wanted, inverse_temperature, log_sum, target_share, slope, offset, -torch.ones_like(log_sum)
+            )
+        asked = tuple(ctx.needs_input_grad[:3])
+        return *_input_gradients(hidden, weight, bias, rows, ctx.plan, asked), None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _RowGradients:
-    """What the backward pass knows of every row; all [N]."""
+    """What the backward pass knows of every row; all [N, 1].
 
-    targets: Tensor
-    inverse_temperature: Tensor | None
-    log_sum: Tensor
-    entropy: Tensor | None
-    logprobs: Tensor  # gradient that reached the logprobs
-    entropy_grad: Tensor | None  # gradient that reached the entropy
-
-    def factor(self, scale: float) -> Tensor:
-        """What a row of `_gradient_tile` is to be multiplied by; done on [N, D] instead of on every tile."""
-        base = torch.full_like(self.log_sum, -scale) if self.entropy_grad is not None else -scale * self.logprobs
-        return base if self.inverse_temperature is None else base * self.inverse_temperature
-
-
-def _gradient_tile(
-    logits: Tensor, gradients: _RowGradients, rows: slice, columns: slice, plan: _Plan, scratch: _Scratch
-) -> Tensor:
-    """Gradient with respect to the logits of one tile, up to the factor of its row; overwrites `logits`.
-
-    With P = softmax and H the entropy: d logprob / d logits = onehot - P, and d H / d logits = -P (log P + H).
+    With P = softmax and H the entropy: d logprob / d logits = onehot - P, and d H / d logits = -P (log P + H). So
+    the gradient of a row is `factor` · (P (slope · log P + offset) - target_share · onehot).
     """
-    if gradients.inverse_temperature is not None:
-        logits.mul_(gradients.inverse_temperature[rows].unsqueeze(1))
-    log_probs = logits.sub_(gradients.log_sum[rows].unsqueeze(1))
-    target_share = torch.ones_like(gradients.log_sum[rows])
-    if gradients.entropy_grad is None:
-        tile = log_probs.exp_()
-    else:
-        assert gradients.entropy is not None
-        target_share, slope = gradients.logprobs[rows], gradients.entropy_grad[rows]
-        offset = target_share + slope * gradients.entropy[rows]
-        tile = torch.exp(log_probs, out=scratch.get("probs", *logits.shape))
-        tile.mul_(log_probs.mul_(slope.unsqueeze(1)).add_(offset.unsqueeze(1)))
-    local, inside = _local_targets(gradients.targets[rows], columns)
-    tile.scatter_add_(1, local, torch.where(inside, -target_share, 0.0).unsqueeze(1))
-    if plan.logit_softcap is not None:
-        tanh = scratch.get("tanh", *logits.shape)
-        tile.mul_(tanh.square_().neg_().add_(1.0))
-    return tile
+
+    wanted: Tensor
+    inverse_temperature: Tensor
+    log_sum: Tensor
+    target_share: Tensor
+    slope: Tensor
+    offset: Tensor
+    factor: Tensor
+
+    @property
+    def known(self) -> tuple[Tensor, ...]:
+        """What `_tile_gradient` asks for."""
+        return self.wanted, self.inverse_temperature, self.log_sum, self.target_share, self.slope, self.offset
+
+
+@OnePass
+def _tile_gradient(
+    scores: Tensor,
+    wanted: Tensor,
+    inverse_temperature: Tensor,
+    log_sum: Tensor,
+    target_share: Tensor,
+    slope: Tensor,
+    offset: Tensor,
+    columns: Tensor,
+    bias: Tensor | None,
+    plan: _Plan,
+) -> None:
+    """Makes of the scores of a tile the gradient with respect to its logits before the temperature, up to `factor`, in place."""
+    logits, cap_slope = _logits(scores, inverse_temperature, bias, plan)
+    log_probs = logits - log_sum
+    gradient = torch.exp(log_probs) * (slope * log_probs + offset)
+    gradient = gradient - torch.where(columns == wanted, target_share, 0.0)
+    scores.copy_(gradient if cap_slope is None else gradient * cap_slope)
 
 
 def _input_gradients(
@@ -246,47 +244,45 @@ def _input_gradients(
     bias: Tensor | None,
     gradients: _RowGradients,
     plan: _Plan,
-    wanted: tuple[bool, ...],
+    asked: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     tile = plan.tile_shape(hidden, weight)
-    stat_dtype = gradients.log_sum.dtype
-    scratch = _Scratch(hidden, stat_dtype, tile)
-    factor = gradients.factor(plan.logit_scale)
-    scaled_hidden = (hidden * factor.unsqueeze(1)).to(hidden.dtype) if wanted[1] else None
-    sum_hidden = torch.zeros_like(hidden, dtype=stat_dtype) if wanted[0] else None
-    grad_weight = torch.empty_like(weight) if wanted[1] else None
-    grad_bias = torch.empty_like(bias) if wanted[2] and bias is not None else None
+    exact = gradients.log_sum.dtype
+    memory = hidden.new_empty(tile[0] * tile[1])
+    factor = gradients.factor * gradients.inverse_temperature * plan.logit_scale  # on [N, D] instead of on every tile
+    scaled_hidden = (hidden * factor).to(hidden.dtype)
+    sum_hidden = torch.zeros_like(hidden, dtype=exact) if asked[0] else None
+    grad_weight = torch.empty_like(weight) if asked[1] else None
+    grad_bias = torch.empty_like(bias) if asked[2] and bias is not None else None
     whole = tile[0] >= hidden.shape[0] > 0 and weight.dtype == hidden.dtype  # then there is nothing to add up
     for columns in _spans(weight.shape[0], tile[1]):
         tile_weight = weight[columns].to(hidden.dtype)
+        numbers = torch.arange(columns.start, columns.stop, dtype=gradients.wanted.dtype, device=hidden.device)
         tile_bias = None if bias is None else bias[columns]
         # A sum of its own only where the gradient's dtype is too coarse to add up in.
         sum_weight = None
         if grad_weight is not None and not whole:
-            same = grad_weight.dtype == stat_dtype
-            sum_weight = grad_weight[columns].zero_() if same else torch.zeros_like(tile_weight, dtype=stat_dtype)
-        sum_bias = torch.zeros_like(tile_weight[:, 0], dtype=stat_dtype) if grad_bias is not None else None
+            same = grad_weight.dtype == exact
+            sum_weight = grad_weight[columns].zero_() if same else torch.zeros_like(tile_weight, dtype=exact)
+        sum_bias = torch.zeros_like(tile_weight[:, 0], dtype=exact) if grad_bias is not None else None
         for rows in _spans(hidden.shape[0], tile[0]):
-            logits = _logits_tile(hidden[rows], tile_weight, tile_bias, plan, scratch)
-            exact = _gradient_tile(logits, gradients, rows, columns, plan, scratch)
+            scores = _scores(hidden[rows], tile_weight, memory)
+            _tile_gradient(scores, *(x[rows] for x in gradients.known), whole=(numbers, tile_bias, plan))
             if sum_bias is not None:
-                sum_bias += exact.t() @ factor[rows]
-            in_dtype = exact
-            if exact.dtype != hidden.dtype:
-                in_dtype = scratch.get("matmul", *exact.shape).copy_(exact)
+                sum_bias += (scores.t() @ factor[rows].to(scores.dtype)).squeeze(1)
             if sum_hidden is not None:
-                _add_product(sum_hidden[rows], in_dtype, tile_weight)
-            if grad_weight is not None and scaled_hidden is not None and whole:
-                torch.mm(in_dtype.t(), scaled_hidden, out=grad_weight[columns])
-            elif sum_weight is not None and scaled_hidden is not None:
-                _add_product(sum_weight, in_dtype.t(), scaled_hidden[rows])
-        if grad_weight is not None and sum_weight is not None and grad_weight.dtype != stat_dtype:
+                _add_product(sum_hidden[rows], scores, tile_weight)
+            if grad_weight is not None and whole:
+                torch.mm(scores.t(), scaled_hidden, out=grad_weight[columns])
+            elif sum_weight is not None:
+                _add_product(sum_weight, scores.t(), scaled_hidden[rows])
+        if grad_weight is not None and sum_weight is not None and grad_weight.dtype != exact:
             grad_weight[columns] = sum_weight
         if grad_bias is not None and sum_bias is not None:
             grad_bias[columns] = sum_bias
     grad_hidden = None
     if sum_hidden is not None:
-        grad_hidden = sum_hidden.mul_(factor.unsqueeze(1)).to(hidden.dtype)
+        grad_hidden = sum_hidden.mul_(factor).to(hidden.dtype)
     return grad_hidden, grad_weight, grad_bias
 
 

@@ -18,13 +18,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from treadle.models.layout import PackedLayout
-from treadle.models.one_pass import OnePass
+from treadle.one_pass import OnePass
 
 CACHED_SCORES = 1 << 22
 """Scores computed together on a CPU: 2 MiB in bfloat16, which two cores keep in their second-level caches."""
@@ -114,6 +115,18 @@ class Grid:
         """Blocks for numbers [N, H, D], not yet written."""
         width = heads // self.sizes[4] * dim
         return self.pair(torch.empty(len(self.source), width, dtype=dtype, device=self.source.device), dim)
+
+    @cached_property
+    def scratch(self) -> dict[torch.dtype, Tensor]:
+        """Memory for the scores of a piece and for their gradients, by dtype; all pieces of all layers use it."""
+        return {}
+
+    def score_pair(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Two tensors of this shape, not yet written."""
+        if dtype not in self.scratch:
+            most = max(look.step * look.scores for look in self.looks)
+            self.scratch[dtype] = torch.empty(2, most, dtype=dtype, device=self.source.device)
+        return self.scratch[dtype][:, : math.prod(shape)].view(2, *shape)
 
     def pair(self, cells: Tensor, dim: int) -> Pair:
         families, most, prefix, suffix, kv_heads = self.sizes
@@ -265,7 +278,6 @@ class BlockAttention(torch.autograd.Function):
         of_outs, alongs = (grid.blocks(x, no_padding=True) for x in (grad, along.view(*grad.shape[:2], 1)))
         of_queries = grid.empty(heads, dim, grad.dtype)
         of_keys, of_values = (grid.pair(torch.zeros_like(x.cells, dtype=exact), dim) for x in (keys, values))
-        scratch = _Scratch(grid.looks, grad)
         for look in grid.looks:
             count = keys.count(look)
             # Dense, for `bmm` on a CPU is slow where they are not.
@@ -275,7 +287,7 @@ class BlockAttention(torch.autograd.Function):
             seen += [of_keys.seen(look), of_values.seen(look)]
             for piece in look.pieces():
                 _gradients(
-                    look, _Asked(*(x[piece] for x in asked)), _Seen(*(x[piece] for x in seen)), scratch, ctx.options
+                    look, _Asked(*(x[piece] for x in asked)), _Seen(*(x[piece] for x in seen)), grid, ctx.options
                 )
         found = zip((of_queries, of_keys, of_values), ctx.shapes, strict=True)
         return *(grid.row(x, shape).to(grad.dtype) for x, shape in found), None, None, None
@@ -324,21 +336,10 @@ class _Seen:
     of_value: Tensor
 
 
-class _Scratch:
-    """Memory for the scores of a piece and their gradients, the same for all pieces, so that it stays in the cache."""
-
-    def __init__(self, looks: Sequence[Look], like: Tensor):
-        most = max((look.step * look.scores for look in looks), default=0)
-        self._memory = torch.empty(2, most, dtype=like.dtype, device=like.device)
-
-    def pair(self, *shape: int) -> tuple[Tensor, Tensor]:
-        one, other = self._memory[:, : math.prod(shape)].view(2, *shape)
-        return one, other
-
-
-def _gradients(look: Look, asked: _Asked, seen: _Seen, scratch: _Scratch, options: tuple[float, float | None]) -> None:
+def _gradients(look: Look, asked: _Asked, seen: _Seen, grid: Grid, options: tuple[float, float | None]) -> None:
     """Gradients of the queries, keys and values of some blocks."""
-    shares, of_scores = scratch.pair(len(asked.query), asked.query.shape[1], seen.key.shape[1])
+    shape = (len(asked.query), asked.query.shape[1], seen.key.shape[1])
+    shares, of_scores = grid.score_pair(*shape, dtype=asked.query.dtype)
     torch.bmm(asked.query, seen.key.transpose(1, 2), out=shares)
     torch.bmm(asked.of_out, seen.value.transpose(1, 2), out=of_scores)
     columns = torch.arange(look.columns.start, look.columns.stop, dtype=torch.float32, device=shares.device)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from treadle.models.attention import PLAN_KEY, LayerAttention
-from treadle.models.one_pass import OnePass, tiles
+from treadle.one_pass import OnePass
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures whose layer is: norm, attention with rotary positions, norm, gated MLP with SiLU."""
@@ -60,7 +60,12 @@ class _GatedMLP(torch.autograd.Function):
         hidden, of_gated, of_upped = (torch.empty_like(gated) for _ in range(3))
         _gate_gradients(hidden, of_gated, of_upped, of_hidden, gated, upped)
         of_x = torch.addmm(of_gated @ gate, of_upped, up)
-        return of_x, of_gated.T @ x, of_upped.T @ x, grad.T @ hidden
+        return of_x, of_gated.T @ x, of_upped.T @ x, _of_narrow(grad, hidden)
+
+
+def _of_narrow(grad: Tensor, x: Tensor) -> Tensor:
+    """`gradᵀ x` for a grad that is narrower than x: on a CPU half the time where the left side lies row by row."""
+    return grad.T.contiguous() @ x
 
 
 class _StackedLinear(torch.autograd.Function):
@@ -83,6 +88,11 @@ class _StackedLinear(torch.autograd.Function):
         return grad @ torch.cat(weights), None, *of_weights, *of_biases
 
 
+@OnePass
+def _rotation(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    out.copy_(rotate(x, cos, sin))
+
+
 class _Rotation(torch.autograd.Function):
     """Rotary positions: x [N, H, E] · cos + (its halves swapped) · sin; cos and sin [N, 1, E] as `signed_halves` gives them."""
 
@@ -90,8 +100,7 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for rows in tiles(len(x), 3 * x.shape[1] * x.shape[2] * x.element_size(), x.device):
-            out[rows] = rotate(x[rows], cos[rows], sin[rows])
+        _rotation(out, x, cos, sin)
         return out
 
     @staticmethod
@@ -99,14 +108,14 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         out = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        for rows in tiles(len(grad), 3 * grad.shape[1] * grad.shape[2] * grad.element_size(), grad.device):
-            out[rows] = rotate(grad[rows], cos[rows], -sin[rows])
+        _rotation(out, grad, cos, -sin)
         return out, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions as in `_Rotation`; a negated sine turns them back."""
-    return torch.roll(x, x.shape[-1] // 2, -1).mul_(sin).addcmul_(x, cos)
+    one, other = x.chunk(2, dim=-1)
+    return torch.cat([other, one], dim=-1).mul_(sin).addcmul_(x, cos)
 
 
 def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

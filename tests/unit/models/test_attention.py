@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treadle.models import block_attention
 from treadle.models.attention import LayerAttention, PackedAttention
 from treadle.models.layout import Family, PackedLayout
 
@@ -109,6 +110,16 @@ def test_any_number_of_key_heads(kv_heads, backend):
 def test_any_layout(families, layer):
     for backend in ("batched", "sdpa"):
         check(PackedLayout(families), layer, 2, backend)
+
+
+@pytest.mark.parametrize(("tokens", "scores"), [(1, 1), (2, 12), (3, 40), (256, 12), (2, 1 << 22)])
+@pytest.mark.parametrize("layer", LAYERS, ids=["plain", "window", "softcap", "window+softcap"])
+@pytest.mark.parametrize("families", FAMILIES[:7], ids=str)
+def test_blocks_computed_in_parts(families, layer, tokens, scores, monkeypatch):
+    """However few tokens look at a time, and however few scores are computed together."""
+    monkeypatch.setattr(block_attention, "CAUSAL_TOKENS", tokens)
+    monkeypatch.setattr(block_attention, "CACHED_SCORES", scores)
+    check(PackedLayout(families), layer, 2, "batched")
 
 
 @pytest.mark.parametrize("backend", ["batched", "sdpa"])

@@ -16,7 +16,6 @@ from treadle.models.fused import (
 )
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import load_model
-from treadle.models.one_pass import CACHE_BYTES, tiles
 
 FUSED = ["llama", "llama, a key head for each query head, biases", "qwen2", "qwen3", "mistral, sliding window"]
 LEFT = ["gemma2, soft caps", "gpt2", "granite, scaled logits", "cohere, scaled logits", "mixtral"]
@@ -92,14 +91,6 @@ def test_gradients_by_finite_differences():
     cos, sin = (numbers(1, 5, 2).detach().repeat(1, 1, 2) for _ in range(2))  # both halves alike, as angles are
     cos, sin = signed_halves(cos, sin)
     assert torch.autograd.gradcheck(lambda heads: _Rotation.apply(heads, cos, sin), (numbers(5, 2, 4),))
-
-
-def test_tiles_cover_every_row_once():
-    cpu, other = torch.device("cpu"), torch.device("meta")
-    assert list(tiles(10, CACHE_BYTES // 4, cpu)) == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    assert list(tiles(2, 3 * CACHE_BYTES, cpu)) == [slice(0, 1), slice(1, 2)]
-    assert list(tiles(10**6, 10**6, other)) == [slice(0, 10**6)]
-    assert list(tiles(0, 100, cpu)) == list(tiles(0, 100, other)) == []
 
 
 def test_no_tokens_at_all():

@@ -34,6 +34,10 @@ class OnePass:
         self.formula = formula
         self._compiled: Callable[..., None] | None = None
 
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
     def __call__(self, *by_row: Tensor, whole: tuple[Any, ...] = ()) -> None:
         first = by_row[0]
         if (
