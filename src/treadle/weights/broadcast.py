@@ -13,6 +13,7 @@ The meeting point has no password: use it in a network where only the run's own 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -66,26 +67,30 @@ class BroadcastSender:
         assert self._meeting is not None, "offer first"
         assert self._offered is not None, "offer first"
         offer, self._offered = self._offered, None
-        version = offer.version
         try:
-            group = self._meeting.group(offer.where, receives=False)
-            group.agree(version, READY)
-            total = 0
-            for pieces in buckets(offer.specs, self._place.bucket_bytes):
-                buffer, views = group.bucket(pieces, offer.specs)
-                sources = (piece.of(self._weights[piece.name]) for piece in pieces)
-                copy_pairs(zip(views, sources, strict=True))
-                group.broadcast(buffer)
-                total = _add(total, buffer)
-            group.agree(version, READY, total)
+            self._send(self._meeting, offer)
         except _Refusal:
             raise
         except (RuntimeError, OSError) as error:
+            clear_frames(
+                error.__traceback__
+            )  # they would keep the group, and the engines wait until its end or a deadline
             self._leave()
             raise EngineError(
-                f"version {version} did not reach all {self._place.receivers} engines in {self._place.timeout_seconds:g} s "
-                f"a step: {_line(error)}"
+                f"version {offer.version} did not reach all {self._place.receivers} engines in "
+                f"{self._place.timeout_seconds:g} s a step: {_line(error)}"
             ) from error
+
+    def _send(self, meeting: _Meeting, offer: Offer) -> None:
+        group, total = meeting.group(offer.where, receives=False), 0
+        group.agree(offer.version, READY)
+        for pieces in buckets(offer.specs, self._place.bucket_bytes):
+            buffer, views = group.bucket(pieces, offer.specs)
+            sources = (piece.of(self._weights[piece.name]) for piece in pieces)
+            copy_pairs(zip(views, sources, strict=True))
+            group.broadcast(buffer)
+            total = _add(total, buffer)
+        group.agree(offer.version, READY, total)
 
     def _leave(self) -> None:
         self._meeting = None
