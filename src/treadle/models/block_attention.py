@@ -344,8 +344,8 @@ def _gradients(look: Look, asked: _Asked, seen: _Seen, grid: Grid, options: tupl
     torch.bmm(asked.of_out, seen.value.transpose(1, 2), out=of_scores)
     columns = torch.arange(look.columns.start, look.columns.stop, dtype=torch.float32, device=shares.device)
     ends = (x.repeat(len(shares))[:, None] for x in (look.low, look.high))
-    rows = (asked.log_sum.view(-1, 1), asked.along.view(-1, 1), *ends)
-    _score_gradients(shares.flatten(0, 1), of_scores.flatten(0, 1), *rows, whole=(columns, *options))
+    known = torch.cat([asked.log_sum.view(-1, 1), asked.along.view(-1, 1), *ends], dim=1)
+    _score_gradients(shares.flatten(0, 1), of_scores.flatten(0, 1), known, whole=(columns, *options))
     if look.asks == look.seen:  # comes first
         torch.bmm(of_scores, seen.key, out=asked.of_query)
     else:
@@ -369,18 +369,14 @@ def _row_dots(out: Tensor, one: Tensor, other: Tensor) -> None:
 
 @OnePass
 def _score_gradients(
-    scores: Tensor,
-    of_shares: Tensor,
-    log_sum: Tensor,
-    along: Tensor,
-    low: Tensor,
-    high: Tensor,
-    columns: Tensor,
-    scaling: float,
-    softcap: float | None,
+    scores: Tensor, of_shares: Tensor, known: Tensor, columns: Tensor, scaling: float, softcap: float | None
 ) -> None:
-    """Makes the softmax's shares of scores, and of their gradient that of the scores, in place."""
-    exact = scores.to(log_sum.dtype) * scaling
+    """Makes the softmax's shares of scores, and of their gradient that of the scores, in place.
+
+    Known of each row: the log of its sum, `_row_dots`, and where the columns it sees begin and end.
+    """
+    log_sum, along, low, high = known.split(1, 1)
+    exact = scores.to(known.dtype) * scaling
     if softcap is not None:
         tanh = torch.tanh(exact / softcap)
         exact = tanh * softcap
