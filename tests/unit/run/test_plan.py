@@ -158,6 +158,7 @@ def test_activations_by_hand():
     # 4096 tokens × 1.2 × 2 bytes × width 1000, whatever attends
     assert memory()["activations"] == 4096 * 2400
     assert memory("--attention-backend", "sdpa")["activations"] == 4096 * 2400
+    # one layer's activations and the input of each of the 4 layers
     with_checkpoints = memory("--gradient-checkpointing")["activations"]
     assert with_checkpoints == 4096 * (600 + 4 * 64 * 2)
 
