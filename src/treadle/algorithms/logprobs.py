@@ -67,7 +67,7 @@ def logprobs_and_entropy(
         assert 0 <= low <= high < vocab, f"targets lie in [{low}, {high}], the vocabulary has {vocab} tokens"
     stat_dtype = torch.promote_types(hidden.dtype, torch.float32)
     inverse = (1.0 / torch.as_tensor(temperature)).to(device=hidden.device, dtype=stat_dtype).detach()
-    inverse = inverse.expand(num_rows).unsqueeze(1).contiguous()
+    inverse = inverse.expand(num_rows)
     logprobs, entropy = _TiledLogprobs.apply(hidden, weight, bias, targets, inverse, plan)
     return logprobs, entropy
 
@@ -114,29 +114,21 @@ def _logits(
 
 
 @OnePass
-def _take_in(
-    log_sum: Tensor,
-    target_logit: Tensor,
-    mean_logit: Tensor,
-    scores: Tensor,
-    inverse_temperature: Tensor,
-    targets: Tensor,
-    columns: Tensor,
-    bias: Tensor | None,
-    plan: _Plan,
-) -> None:
-    """Rows' sums so far, [N, 1], with those of one more tile; targets and columns as floats, which a loop compares quickly."""
+def _take_in(sums: Tensor, scores: Tensor, known: Tensor, columns: Tensor, bias: Tensor | None, plan: _Plan) -> None:
+    """Adds one more tile to what is known of rows. Of each: sums, the log of the sum, the target's logit and the mean logit
+    [N, 3]; known, the inverse temperature and the target [N, 2], a float as columns are, which a loop compares quickly."""
+    (log_sum, target_logit, mean_logit), (inverse_temperature, target) = sums.split(1, 1), known.split(1, 1)
     logits, _ = _logits(scores, inverse_temperature, bias, plan)
     most = logits.amax(1, keepdim=True)
     shares = torch.exp(logits - most)
     total = shares.sum(1, keepdim=True)
     tile_log_sum = most + torch.log(total)
     joined = torch.logaddexp(log_sum, tile_log_sum)
-    target_logit.add_(torch.where(columns == targets, logits, 0.0).sum(1, keepdim=True))
+    target_logit = target_logit + torch.where(columns == target, logits, 0.0).sum(1, keepdim=True)
     if plan.with_entropy:
         mean = (shares * logits).sum(1, keepdim=True) / total
-        mean_logit.lerp_(mean, torch.exp(tile_log_sum - joined))
-    log_sum.copy_(joined)
+        mean_logit = torch.lerp(mean_logit, mean, torch.exp(tile_log_sum - joined))
+    sums.copy_(torch.cat([joined, target_logit, mean_logit], dim=1))
 
 
 class _TiledLogprobs(torch.autograd.Function):
@@ -152,89 +144,66 @@ class _TiledLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         tile = plan.tile_shape(hidden, weight)
         memory = hidden.new_empty(tile[0] * tile[1])
-        log_sum = torch.full_like(inverse_temperature, -torch.inf)
-        target_logit, mean_logit = torch.zeros_like(log_sum), torch.zeros_like(log_sum)
-        wanted = targets.to(torch.float64 if log_sum.dtype == torch.float64 else torch.float32).unsqueeze(1)
+        known = torch.stack([inverse_temperature, targets.to(inverse_temperature.dtype)], dim=1)
+        sums = torch.zeros(len(hidden), 3, dtype=known.dtype, device=hidden.device)
+        sums[:, 0] = -torch.inf
         for columns in _spans(weight.shape[0], tile[1]):
             tile_weight = weight[columns].to(hidden.dtype)
-            numbers = torch.arange(columns.start, columns.stop, dtype=wanted.dtype, device=hidden.device)
+            numbers = torch.arange(columns.start, columns.stop, dtype=known.dtype, device=hidden.device)
             tile_bias = None if bias is None else bias[columns]
             for rows in _spans(hidden.shape[0], tile[0]):
                 scores = _scores(hidden[rows], tile_weight, memory)
-                sums = (log_sum[rows], target_logit[rows], mean_logit[rows])
-                _take_in(*sums, scores, inverse_temperature[rows], wanted[rows], whole=(numbers, tile_bias, plan))
-        entropy = (log_sum - mean_logit).squeeze(1) if plan.with_entropy else None
+                _take_in(sums[rows], scores, known[rows], whole=(numbers, tile_bias, plan))
+        log_sum, target_logit, mean_logit = sums.unbind(1)
+        entropy = log_sum - mean_logit if plan.with_entropy else None
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, wanted, inverse_temperature, log_sum, entropy)
+        ctx.save_for_backward(hidden, weight, bias, known, log_sum, entropy)
         if entropy is not None and not plan.entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return (target_logit - log_sum).squeeze(1), entropy
+        return target_logit - log_sum, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, wanted, inverse_temperature, log_sum, entropy = ctx.saved_tensors
+        hidden, weight, bias, known, log_sum, entropy = ctx.saved_tensors
         if not ctx.plan.entropy_grad:
             grad_entropy = None
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, None, None, None
-        target_share = torch.zeros_like(log_sum) if grad_logprobs is None else grad_logprobs.unsqueeze(1)
+        share = torch.zeros_like(log_sum) if grad_logprobs is None else grad_logprobs
         if grad_entropy is None:  # then the gradient of its logprob is a factor of the whole row
             ones = torch.ones_like(log_sum)
-            rows = _RowGradients(
-                wanted, inverse_temperature, log_sum, ones, torch.zeros_like(ones), ones, -target_share
-            )
+            slopes, factor = (ones, torch.zeros_like(ones), ones), -share
         else:
-            slope = grad_entropy.unsqueeze(1)
-            offset = target_share + slope * entropy.unsqueeze(1)
-            rows = _RowGradients(
-                wanted, inverse_temperature, log_sum, target_share, slope, offset, -torch.ones_like(log_sum)
-            )
+            slopes = (share, grad_entropy, share + grad_entropy * entropy)
+            factor = -torch.ones_like(log_sum)
+        rows = torch.cat([known, torch.stack([log_sum, *slopes], dim=1)], dim=1)
+        factor = (factor * known[:, 0] * ctx.plan.logit_scale).unsqueeze(1)
         asked = tuple(ctx.needs_input_grad[:3])
-        return *_input_gradients(hidden, weight, bias, rows, ctx.plan, asked), None, None, None
+        return *_input_gradients(hidden, weight, bias, _RowGradients(rows, factor), ctx.plan, asked), None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _RowGradients:
-    """What the backward pass knows of every row; all [N, 1].
+    """What the backward pass knows of every row: the six numbers `_tile_gradient` asks for [N, 6], and a factor [N, 1].
 
     With P = softmax and H the entropy: d logprob / d logits = onehot - P, and d H / d logits = -P (log P + H). So
-    the gradient of a row is `factor` · (P (slope · log P + offset) - target_share · onehot).
+    the gradient of a row is `factor` · (P (slope · log P + offset) - share · onehot).
     """
 
-    wanted: Tensor
-    inverse_temperature: Tensor
-    log_sum: Tensor
-    target_share: Tensor
-    slope: Tensor
-    offset: Tensor
+    known: Tensor
     factor: Tensor
-
-    @property
-    def known(self) -> tuple[Tensor, ...]:
-        """What `_tile_gradient` asks for."""
-        return self.wanted, self.inverse_temperature, self.log_sum, self.target_share, self.slope, self.offset
 
 
 @OnePass
-def _tile_gradient(
-    scores: Tensor,
-    wanted: Tensor,
-    inverse_temperature: Tensor,
-    log_sum: Tensor,
-    target_share: Tensor,
-    slope: Tensor,
-    offset: Tensor,
-    columns: Tensor,
-    bias: Tensor | None,
-    plan: _Plan,
-) -> None:
-    """Makes of the scores of a tile the gradient with respect to its logits before the temperature, up to `factor`, in place."""
+def _tile_gradient(scores: Tensor, known: Tensor, columns: Tensor, bias: Tensor | None, plan: _Plan) -> None:
+    """Makes of the scores of a tile the gradient with respect to them, up to a factor of the row, in place."""
+    inverse_temperature, target, log_sum, share, slope, offset = known.split(1, 1)
     logits, cap_slope = _logits(scores, inverse_temperature, bias, plan)
     log_probs = logits - log_sum
     gradient = torch.exp(log_probs) * (slope * log_probs + offset)
-    gradient = gradient - torch.where(columns == wanted, target_share, 0.0)
+    gradient = gradient - torch.where(columns == target, share, 0.0)
     scores.copy_(gradient if cap_slope is None else gradient * cap_slope)
 
 
@@ -247,9 +216,9 @@ def _input_gradients(
     asked: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     tile = plan.tile_shape(hidden, weight)
-    exact = gradients.log_sum.dtype
+    known, factor = gradients.known, gradients.factor
+    exact = known.dtype
     memory = hidden.new_empty(tile[0] * tile[1])
-    factor = gradients.factor * gradients.inverse_temperature * plan.logit_scale  # on [N, D] instead of on every tile
     scaled_hidden = (hidden * factor).to(hidden.dtype)
     sum_hidden = torch.zeros_like(hidden, dtype=exact) if asked[0] else None
     grad_weight = torch.empty_like(weight) if asked[1] else None
@@ -257,7 +226,7 @@ def _input_gradients(
     whole = tile[0] >= hidden.shape[0] > 0 and weight.dtype == hidden.dtype  # then there is nothing to add up
     for columns in _spans(weight.shape[0], tile[1]):
         tile_weight = weight[columns].to(hidden.dtype)
-        numbers = torch.arange(columns.start, columns.stop, dtype=gradients.wanted.dtype, device=hidden.device)
+        numbers = torch.arange(columns.start, columns.stop, dtype=exact, device=hidden.device)
         tile_bias = None if bias is None else bias[columns]
         # A sum of its own only where the gradient's dtype is too coarse to add up in.
         sum_weight = None
@@ -267,7 +236,7 @@ def _input_gradients(
         sum_bias = torch.zeros_like(tile_weight[:, 0], dtype=exact) if grad_bias is not None else None
         for rows in _spans(hidden.shape[0], tile[0]):
             scores = _scores(hidden[rows], tile_weight, memory)
-            _tile_gradient(scores, *(x[rows] for x in gradients.known), whole=(numbers, tile_bias, plan))
+            _tile_gradient(scores, known[rows], whole=(numbers, tile_bias, plan))
             if sum_bias is not None:
                 sum_bias += (scores.t() @ factor[rows].to(scores.dtype)).squeeze(1)
             if sum_hidden is not None:

@@ -28,7 +28,7 @@ from treadle.models.layout import PackedLayout
 from treadle.one_pass import OnePass
 
 CACHED_SCORES = 1 << 22
-"""Scores computed together on a CPU: 2 MiB in bfloat16, which two cores keep in their second-level caches."""
+"""Scores computed together on a CPU. They leave its second-level caches, but fewer and larger operations outweigh that."""
 CAUSAL_TOKENS = 256
 """Tokens of a block that look at what is before the last of them: fewer compute less that is hidden, more are quicker to compute."""
 NOTHING = torch.finfo(torch.float32).min
@@ -249,15 +249,17 @@ class BlockAttention(torch.autograd.Function):
         exact = torch.promote_types(query.dtype, torch.float32)
         outs, log_sums = grid.empty(*query.shape[1:], query.dtype), grid.empty(query.shape[1], 1, exact)
         for look in grid.looks:
-            seen, content = keys.seen(look), values.seen(look)
             count = keys.count(look)
-            out, log_sum = _attend(look, queries.asked(look, count), seen, content, scaling, softcap)
-            so_far, sum_so_far = (x.asked(look, count) for x in (outs, log_sums))
-            if look.asks == look.seen:
-                so_far.copy_(out)
-                sum_so_far.copy_(log_sum)
-            else:
-                _join(*(x.flatten(0, 1) for x in (so_far, sum_so_far, out, log_sum)))
+            asked, so_far, sum_so_far = (x.asked(look, count) for x in (queries, outs, log_sums))
+            for piece in look.pieces() if softcap is not None else [slice(None)]:
+                seen = (x.seen(look)[piece] for x in (keys, values))
+                out, log_sum = _attend(look, asked[piece], *seen, scaling, softcap)
+                if look.asks == look.seen:
+                    so_far[piece].copy_(out)
+                    sum_so_far[piece].copy_(log_sum)
+                else:
+                    so_far_rows = (x[piece].view(-1, x.shape[-1]) for x in (so_far, sum_so_far))
+                    _join(*so_far_rows, out.flatten(0, 1), log_sum.flatten(0, 1))
         row = grid.row(outs, query.shape)
         ctx.save_for_backward(queries.cells, keys.cells, values.cells, log_sums.cells, row)
         ctx.grid, ctx.options, ctx.shapes = grid, (scaling, softcap), (query.shape, key.shape, key.shape)
@@ -266,10 +268,8 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grid, (*saved, out) = (
-            ctx.grid,
-            ctx.saved_tensors,
-        )  # asked for once: with recomputed activations there is no second time
+        *saved, out = ctx.saved_tensors  # asked for once: with recomputed activations there is no second time
+        grid = ctx.grid
         _, heads, dim = grad.shape
         queries, keys, values, log_sums = (grid.pair(x, d) for x, d in zip(saved, (dim, dim, dim, 1), strict=True))
         exact = log_sums.cells.dtype
@@ -344,8 +344,8 @@ def _gradients(look: Look, asked: _Asked, seen: _Seen, grid: Grid, options: tupl
     torch.bmm(asked.of_out, seen.value.transpose(1, 2), out=of_scores)
     columns = torch.arange(look.columns.start, look.columns.stop, dtype=torch.float32, device=shares.device)
     ends = (x.repeat(len(shares))[:, None] for x in (look.low, look.high))
-    rows = (asked.log_sum.view(-1, 1), asked.along.view(-1, 1), *ends)
-    _score_gradients(shares.flatten(0, 1), of_scores.flatten(0, 1), *rows, whole=(columns, *options))
+    known = torch.cat([asked.log_sum.view(-1, 1), asked.along.view(-1, 1), *ends], dim=1)
+    _score_gradients(shares.flatten(0, 1), of_scores.flatten(0, 1), known, whole=(columns, *options))
     if look.asks == look.seen:  # comes first
         torch.bmm(of_scores, seen.key, out=asked.of_query)
     else:
@@ -369,18 +369,14 @@ def _row_dots(out: Tensor, one: Tensor, other: Tensor) -> None:
 
 @OnePass
 def _score_gradients(
-    scores: Tensor,
-    of_shares: Tensor,
-    log_sum: Tensor,
-    along: Tensor,
-    low: Tensor,
-    high: Tensor,
-    columns: Tensor,
-    scaling: float,
-    softcap: float | None,
+    scores: Tensor, of_shares: Tensor, known: Tensor, columns: Tensor, scaling: float, softcap: float | None
 ) -> None:
-    """Makes the softmax's shares of scores, and of their gradient that of the scores, in place."""
-    exact = scores.to(log_sum.dtype) * scaling
+    """Makes the softmax's shares of scores, and of their gradient that of the scores, in place.
+
+    Known of each row: the log of its sum, `_row_dots`, and where the columns it sees begin and end.
+    """
+    log_sum, along, low, high = known.split(1, 1)
+    exact = scores.to(known.dtype) * scaling
     if softcap is not None:
         tanh = torch.tanh(exact / softcap)
         exact = tanh * softcap

@@ -39,7 +39,6 @@ class ModelShape:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int
     kv_dim: int
     linear_width: int
     context: int
@@ -197,14 +196,9 @@ def micro_batch_tokens(config: Config) -> int:
 
 def _activation_bytes(config: Config, shape: ModelShape, tokens: int, tensor: int) -> int:
     size = _DTYPE_BYTES[shape.dtype]
-    attended = min(_sample_tokens(config), tokens)
-    batched = config.model.attention_backend == "batched" or (
-        config.model.attention_backend == "auto" and shape.device == "cpu"
-    )
-    scores = shape.num_layers * shape.num_heads * attended * size / tensor if batched else 0
     whole = min(shape.linear_width, _WHOLE_WIDTHS * shape.num_layers * shape.hidden_size)
     width = whole + (shape.linear_width - whole) / tensor
-    per_token = _SAVED_PER_LINEAR_WIDTH * size * width + scores
+    per_token = _SAVED_PER_LINEAR_WIDTH * size * width
     if config.model.gradient_checkpointing:
         per_token = per_token / shape.num_layers + shape.num_layers * shape.hidden_size * size
     return int(tokens * per_token)

@@ -104,7 +104,6 @@ def _model_shape(config: Config, path: str) -> ModelShape:
         vocab_size=text_config.vocab_size,
         hidden_size=text_config.hidden_size,
         num_layers=text_config.num_hidden_layers,
-        num_heads=text_config.num_attention_heads,
         kv_dim=kv_heads * head_dim,
         linear_width=sum(linear.in_features + linear.out_features for linear in linears),
         context=context_length(text_config),
