@@ -137,8 +137,9 @@ def test_value_loss_by_hand():
 
 def test_a_value_within_bounds_is_not_clipped_by_rounding():
     draw = torch.Generator().manual_seed(0)
-    old, change, returns = (torch.rand(1000, generator=draw) for _ in range(3))
-    assert not value_loss(old + 0.4 * change, old, returns, value_clip=0.5).clipped.any()
+    old, values, returns = (torch.randn(1000, generator=draw) * size for size in (1.0, 0.01, 1.0))
+    assert (old + (values - old) != values).any()
+    assert not value_loss(values, old, returns, value_clip=5.0).clipped.any()
 
 
 def test_value_loss_and_sft_ignore_untrained_tokens():
