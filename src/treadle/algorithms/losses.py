@@ -189,9 +189,10 @@ def value_loss(
     tensor([2.2500])
     """
     values, old_values, returns = (where_trained(x, mask) for x in (values, old_values, returns))
-    bounded = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    change = values - old_values
+    bounded = old_values + change.clamp(-value_clip, value_clip)
     plain, limited = (values - returns).square(), (bounded - returns).square()
-    clipped = limited > plain
+    clipped = (limited > plain) & (change.abs() > value_clip)  # within bounds the two differ by rounding
     return ValueLoss(torch.where(clipped, limited, plain), clipped)
 
 

@@ -135,6 +135,13 @@ def test_value_loss_by_hand():
     torch.testing.assert_close(values.grad, f64(0.0, 4.0, -1.8))
 
 
+def test_a_value_within_bounds_is_not_clipped_by_rounding():
+    draw = torch.Generator().manual_seed(0)
+    old, values, returns = (torch.randn(1000, generator=draw) * size for size in (1.0, 0.01, 1.0))
+    assert (old + (values - old) != values).any()
+    assert not value_loss(values, old, returns, value_clip=5.0).clipped.any()
+
+
 def test_value_loss_and_sft_ignore_untrained_tokens():
     mask = torch.tensor([True, False])
     values = f64(2.0, float("nan")).requires_grad_()

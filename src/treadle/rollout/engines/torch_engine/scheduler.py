@@ -90,12 +90,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.rows)
 
+    @torch.inference_mode()
     def step(self) -> list[tuple[Request, Completion]]:
         """Admit what fits and sample its first tokens, or else one token for every running sample; return those that ended."""
-        with torch.inference_mode():
-            self._prepare()
-            admitted = self._admit()
-            return self._prefill(admitted) if admitted else self._decode()
+        self._prepare()
+        admitted = self._admit()
+        return self._prefill(admitted) if admitted else self._decode()
 
     def abort(self) -> list[tuple[Request, Completion]]:
         """End everything; what waited ends with no tokens."""
@@ -108,6 +108,7 @@ class Scheduler:
         self._settings = None
         return out
 
+    @torch.inference_mode()
     def drop(self, requests: Collection[Request]) -> None:
         """Let requests leave that nobody waits for any more; those that have ended are passed over."""
         if not requests:
