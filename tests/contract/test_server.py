@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import importlib
 import json
 import multiprocessing
@@ -19,15 +18,17 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.multiprocessing.reductions import reduce_tensor
 
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
-from treadle.rollout.engines.sglang_engine import dialect as sglang_dialect
+from treadle.rollout.engines.sglang_engine import updates as sglang_updates
 from treadle.run.exchange import exchange
+from treadle.run.servers import KINDS
 from treadle.types import SamplingParams, Status
-from treadle.weights import Offer, SentWeights
-from treadle.weights.broadcast import BroadcastSender
+from treadle.weights import Offer, SentWeights, cuda_ipc
 from treadle.weights.disk import DiskSender
+from treadle.weights.named import BROADCASTS
 from treadle.weights.shm import ShmSender
 
 pytestmark = pytest.mark.engines
@@ -36,11 +37,23 @@ CONTEXT = 256
 PROMPT = [5, 9, 30, 7, 61]
 SAMPLED = SamplingParams(24, ignore_eos=True)
 BUCKET_BYTES = 3000  # far less than most of the weights
-SENDERS = {
-    "shm": lambda weights, folder: ShmSender(weights),
-    "disk": lambda weights, folder: DiskSender(weights, folder, max_shard_bytes=30_000),
-    "broadcast": lambda weights, folder: BroadcastSender(weights, 1, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0),
-}
+TRANSPORTS = ("shm", "disk", "broadcast")
+TRAP = "model.layers.1.self_attn.v_proj.weight"  # sent when the queries are out
+
+
+def broadcast_to(server_kind, weights, num_receivers=1):
+    """The trainer's end of the broadcast in which servers of this kind take part."""
+    sender = BROADCASTS[KINDS[server_kind].broadcast]
+    return sender(weights, num_receivers, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0)
+
+
+def sender_for(server_kind, transport):
+    """`make(weights, folder)`: the trainer's end of a transport to one server of this kind."""
+    return {
+        "shm": lambda weights, folder: ShmSender(weights),
+        "disk": lambda weights, folder: DiskSender(weights, folder, max_shard_bytes=30_000),
+        "broadcast": lambda weights, folder: broadcast_to(server_kind, weights),
+    }[transport]
 
 
 def load(folder):
@@ -80,9 +93,21 @@ async def assert_serves(engine, model, version) -> None:
 
 async def push(engine, sender, version) -> None:
     """Both ends; raises what the engine says, or else the sender."""
-    offer = sender.offer(version)
-    for error in await exchange(offer.transport, engine.receive(offer), partial(asyncio.to_thread, sender.deliver)):
+    for error in await push_to([engine], sender, version):
         raise error
+
+
+async def push_to(engines, sender, version) -> list[BaseException]:
+    """What went wrong, in the order of the engines and then of the sender."""
+    offer = sender.offer(version)
+
+    async def receive() -> None:
+        found = await asyncio.gather(*(engine.receive(offer) for engine in engines), return_exceptions=True)
+        errors.extend(error for error in found if isinstance(error, BaseException))
+
+    errors: list[BaseException] = []
+    of_sender = await exchange(offer.transport, receive(), partial(asyncio.to_thread, sender.deliver))
+    return [*errors, *of_sender]
 
 
 async def push_and_compare(engine, model, sender_of, folder, base=0) -> None:
@@ -130,12 +155,12 @@ def run(main, seconds=240.0):
 
 @pytest.fixture
 def with_shared(server_kind, client_of, shared_server, wide_model_dir):
-    """`with_shared(use)`: run `use(engine, model)` on the server of all tests, whose first weights then come back."""
+    """`with_shared(use, seconds=240)`: run `use(engine, model)` on the server of all tests, whose first weights then come back."""
 
     client = client_of(server_kind, wide_model_dir)
     address, _ = shared_server(server_kind)
 
-    def run_it(use):
+    def run_it(use, seconds=240.0):
         async def main():
             model = load(wide_model_dir)
             engine = client.engine(address, server_kind)
@@ -150,15 +175,16 @@ def with_shared(server_kind, client_of, shared_server, wide_model_dir):
                 sender.close()
                 await after.close()
 
-        run(main())
+        run(main(), seconds)
 
     return run_it
 
 
-@pytest.mark.parametrize("kind", SENDERS)
-def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, with_shared, tmp_path):
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_after_every_push_logprobs_are_those_of_the_new_weights(kind, server_kind, with_shared, tmp_path):
     """With a head tied to the embeddings, of which a CPU server may keep a copy."""
-    with_shared(lambda engine, model: push_and_compare(engine, model, SENDERS[kind], tmp_path))
+    sender_of = sender_for(server_kind, kind)
+    with_shared(lambda engine, model: push_and_compare(engine, model, sender_of, tmp_path))
 
 
 @pytest.fixture
@@ -185,17 +211,17 @@ def trainer(monkeypatch):
     channel.close()
 
 
-@pytest.mark.parametrize("server_kind", ["vllm"], indirect=True)  # SGLang hears of whole weights only
-def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(trainer, with_shared, tmp_path):
+def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(server_kind, trainer, with_shared, tmp_path):
     """SIGKILL when the queries of a layer are out and its values are not; the next whole push makes it serve again."""
     file = tmp_path / "weights.safetensors"
 
     async def use(engine, model):
         change(model)
         save_file({name: weight.detach().clone() for name, weight in model.named_parameters()}, file)
-        given = {"kind": "broadcast", "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
+        kind = KINDS[server_kind].broadcast
+        given = {"kind": kind, "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
         assert trainer("start", **given) is None
-        assert trainer("die_at", name="model.layers.1.self_attn.v_proj.weight") is None
+        assert trainer("die_at", name=TRAP) is None
         offer = Offer.from_json(trainer("offer", version=1))
         flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
         await asyncio.sleep(0.3)
@@ -210,7 +236,7 @@ def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(train
             with pytest.raises(EngineError, match=r"no whole weights.*version 1"):
                 await refused
         change(model)
-        sender = SENDERS["broadcast"](sent(model), tmp_path)
+        sender = broadcast_to(server_kind, sent(model))
         try:
             for version in (2, 3):
                 await push(engine, sender, version)
@@ -222,25 +248,60 @@ def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(train
     with_shared(use)
 
 
+class Trapped(dict[str, torch.Tensor]):
+    """Weights, of which one springs a trap when it is read."""
+
+    def __init__(self, weights, name, spring):
+        super().__init__(weights)
+        self._name, self._spring = name, spring
+
+    def __getitem__(self, name):
+        if name == self._name:
+            self._spring()
+        return super().__getitem__(name)
+
+
 def test_every_worker_of_a_divided_server_receives(
-    launch_server, start_server, client_of, make_wide_model, monkeypatch
+    server_kind, launch_server, start_server, client_of, make_wide_model, monkeypatch
 ):
-    """Tensor parallel over two workers: two ranks of one broadcast, each of which keeps its part."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each worker wants a NUMA node of its own
+    """Tensor parallel over two workers: two ranks of one broadcast, each of which keeps its part; neither hangs in one that
+    breaks off."""
+    for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("SGLANG_CPU_OMP_THREADS_BIND", "0|0")):
+        monkeypatch.setenv(name, value)  # else each worker wants a NUMA node of its own
+
+    async def breaks_off(engine, model) -> None:
+        def lose() -> None:
+            raise RuntimeError("the trainer lost its weights")
+
+        weights = Trapped(dict(model.named_parameters()), TRAP, lose)
+        sender = broadcast_to(server_kind, SentWeights(weights), 2)
+        with pytest.raises(EngineError):
+            await push(engine, sender, 3)
+        with pytest.raises(EngineError, match=r"no whole weights.*version 3"):
+            await engine.health()
+        sender.close()
+
     folder = make_wide_model(tied=False, num_key_value_heads=2)
-    launch = launch_server("vllm", folder)
-    launch = replace(launch, gpus=2, arguments={**launch.arguments, "distributed-executor-backend": "mp"})
+    launch = launch_server(server_kind, folder)
+    own = {"vllm": {"distributed-executor-backend": "mp"}, "sglang": {}}[server_kind]
+    launch = replace(launch, gpus=2, arguments={**launch.arguments, **own})
 
     async def main():
         model = load(folder)
-        engine = await start_server("vllm")(launch, client_of("vllm", folder))
+        engine = await start_server(server_kind)(launch, client_of(server_kind, folder))
         try:
             assert await engine.num_workers() == 2
-            sender = BroadcastSender(sent(model), 2, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0)
+            sender = broadcast_to(server_kind, sent(model), 2)
             for version in (1, 2):
                 change(model)
                 await push(engine, sender, version)
                 await assert_serves(engine, model, version)
+            if (
+                server_kind == "sglang"
+            ):  # the next request to vLLM would get the answer of its other worker, which failed too
+                await breaks_off(engine, model)
+                await push(engine, sender, 3)
+                await assert_serves(engine, model, 3)
             sender.close()
         finally:
             await engine.close()
@@ -248,31 +309,83 @@ def test_every_worker_of_a_divided_server_receives(
     run(main(), 600)
 
 
-@pytest.mark.parametrize("server_kind", ["sglang"], indirect=True)
-def test_a_trainer_killed_while_it_broadcasts_leaves_sglang_with_its_old_weights(trainer, with_shared, tmp_path):
-    """All weights come to its client first, and the server hears of whole ones only."""
-    file = tmp_path / "weights.safetensors"
+def test_several_servers_take_one_broadcast_and_the_loss_of_one_tears_the_others(
+    server_kind, client_of, start_server, launch_server, shared_server, with_shared, wide_model_dir
+):
+    """kill -9 of one when the queries of a layer are out and its values are not; the next whole push heals the other."""
 
-    async def use(engine, model):
-        changed = copy.deepcopy(model)
-        change(changed)
-        save_file({name: weight.detach().clone() for name, weight in changed.named_parameters()}, file)
-        given = {"kind": "broadcast", "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
-        assert trainer("start", **given) is None
-        assert trainer("die_at", name="model.layers.1.self_attn.v_proj.weight") is None
-        offer = Offer.from_json(trainer("offer", version=1))
-        died, caught = await asyncio.gather(
-            asyncio.to_thread(trainer, "deliver"), engine.receive(offer), return_exceptions=True
-        )
-        assert died is None
-        assert isinstance(caught, EngineError)
-        await assert_serves(engine, model, 0)
-        sender = SENDERS["broadcast"](sent(changed), tmp_path)
-        await push(engine, sender, 2)
-        await assert_serves(engine, changed, 2)
-        sender.close()
+    async def use(one, model):
+        launch = launch_server(server_kind, wide_model_dir)
+        two = await start_server(server_kind)(launch, client_of(server_kind, wide_model_dir), "engine 2")
+        await two.set_version(0)
+        weights = dict(model.named_parameters())
 
-    with_shared(use)
+        def kill() -> None:
+            server = server_of(two)
+            for process in (*server.children(recursive=True), server):
+                process.kill()
+
+        sender = broadcast_to(server_kind, sent(model), 2)
+        for version in (1, 2):
+            change(model)
+            assert not await push_to([one, two], sender, version)
+            await asyncio.gather(*(assert_serves(engine, model, version) for engine in (one, two)))
+        lacking = {name: weight for name, weight in weights.items() if "layers.1.mlp.up" not in name}
+        other = broadcast_to(server_kind, SentWeights(lacking), 2)
+        assert len(await push_to([one, two], other, 3)) == 3
+        await asyncio.gather(*(assert_serves(engine, model, 2) for engine in (one, two)))
+        deadly = broadcast_to(server_kind, SentWeights(Trapped(weights, TRAP, kill)), 2)
+        change(model)
+        assert any(isinstance(error, EngineLostError) for error in await push_to([one, two], deadly, 3))
+        with pytest.raises(EngineError, match=r"no whole weights.*version 3"):
+            await one.health()
+        alone = broadcast_to(server_kind, sent(model))
+        await push(one, alone, 3)
+        await assert_serves(one, model, 3)
+        for ended in (sender, other, deadly, alone):
+            ended.close()
+        await two.close()
+
+    with_shared(use, 600)
+
+
+def test_sglang_copies_tensors_that_are_pickled_for_it(client_of, shared_server, wide_model_dir, monkeypatch):
+    """The way of GPU handles, with memory of the CPU that is shared by name in the place of the GPU's."""
+    address, _ = shared_server("sglang")
+    strategy = torch.multiprocessing.get_sharing_strategy()
+
+    def offered(model, version, **bent):
+        tensors = {name: weight.detach().clone() for name, weight in {**dict(model.named_parameters()), **bent}.items()}
+        monkeypatch.setattr(cuda_ipc, "reduced", lambda shared, gpus, spec: reduce_tensor(tensors[shared["name"]]))
+        where = {"gpus": {}, "handles": {name: {"name": name} for name in tensors}}
+        return Offer("cuda_ipc", version, SentWeights(tensors).specs, where)
+
+    async def main():
+        model = load(wide_model_dir)
+        engine = client_of("sglang", wide_model_dir).engine(address, "sglang")
+        await engine.set_version(0)
+        await engine._ask("/begin_weight_update", {})  # as a client that was lost in an update left it
+        for version in (1, 2):
+            change(model)
+            flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
+            await asyncio.sleep(0.3)
+            await engine.receive(offered(model, version))
+            await assert_serves(engine, model, version)
+            for completion in await flying:
+                assert gap(model, completion, int((completion.weight_versions < version).sum())) < 1e-4
+        with pytest.raises(EngineError, match=r"norm.weight.*is sent, the engine has"):
+            await engine.receive(offered(model, 3, **{"model.norm.weight": torch.zeros(3)}))
+        await assert_serves(engine, model, 2)
+        first = load(wide_model_dir)
+        await engine.receive(offered(first, 3))
+        await assert_serves(engine, first, 3)
+        await engine.close()
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        run(main())
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
 
 
 def test_a_push_that_sglang_can_not_load_ends_what_runs_and_the_next_one_heals(
@@ -288,7 +401,7 @@ def test_a_push_that_sglang_can_not_load_ends_what_runs_and_the_next_one_heals(
         flying = asyncio.create_task(generate(engine, SamplingParams(200, ignore_eos=True), 2))
         await asyncio.sleep(0.3)
         with monkeypatch.context() as patch:
-            patch.setattr(sglang_dialect, "folder_of", lambda offer: tmp_path / "gone")
+            patch.setattr(sglang_updates, "folder_of", lambda offer: tmp_path / "gone")
             with pytest.raises(EngineError, match=r"update_weights_from_disk"):
                 await engine.receive(sender.offer(1))
         assert {completion.status for completion in await flying} == {Status.ABORTED}
@@ -338,8 +451,8 @@ def test_the_life_of_a_server(server_kind, client_of, start_server, launch_serve
         first = await start("engine 0")
         await first.set_version(0)
         await assert_serves(first, model, 0)
-        for i, (kind, sender_of) in enumerate(SENDERS.items()):
-            await push_and_compare(first, model, sender_of, tmp_path / kind, 10 * i)
+        for i, kind in enumerate(TRANSPORTS):
+            await push_and_compare(first, model, sender_for(server_kind, kind), tmp_path / kind, 10 * i)
 
         sender = ShmSender(sent(model))
         offer = sender.offer(60)

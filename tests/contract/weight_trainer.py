@@ -22,6 +22,7 @@ from treadle.weights.broadcast import BroadcastSender
 from treadle.weights.cuda_ipc import CudaIpcSender
 from treadle.weights.disk import DiskSender
 from treadle.weights.disk_delta import DeltaSender
+from treadle.weights.sglang_group import GroupSender
 from treadle.weights.shm import ShmSender
 
 
@@ -36,6 +37,8 @@ def make_sender(kind: str, weights: SentWeights, folder: Path) -> WeightSender:
             return DeltaSender(weights, folder / "delta", max_shard_bytes=30_000, full_every=6)
         case "broadcast":
             return BroadcastSender(weights, 1, bucket_bytes=5_000, timeout_seconds=20.0)
+        case "sglang-group":
+            return GroupSender(weights, 1, bucket_bytes=5_000, timeout_seconds=20.0)
         case "nccl":
             device = torch.device("cuda:1")
             return BroadcastSender(

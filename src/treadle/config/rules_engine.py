@@ -63,7 +63,7 @@ def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
 
 def servers_receive_by_their_transports(config: Config) -> Iterator[Finding]:
     transport, kind = config.cluster.weight_transport, config.rollout.rollout_engine
-    if transport in {"vllm": ("disk-delta",), "sglang": ("disk-delta", "cuda_ipc")}.get(kind, ()):
+    if transport == "disk-delta" and kind in NAMES:
         yield fault(
             f"weight_transport = {transport} does not reach servers of {NAMES[kind]}; take shm (one machine), broadcast (a "
             "network) or disk (a shared folder)"

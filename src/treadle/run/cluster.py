@@ -32,6 +32,7 @@ from treadle.run.ray_train import TrainGroup
 from treadle.run.ray_watch import Watched, while_alive
 from treadle.run.record import Outputs, Record
 from treadle.run.rollouts import saved_rollout
+from treadle.run.servers import transport_name
 from treadle.run.session import Session, finish, open_outputs, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.run.worker_setup import WorkerSetup
@@ -361,10 +362,10 @@ def _transport(config: Config, places: Places, receivers: int, folder: Path) -> 
     if name == "auto":
         name = "shm" if places.on_one_node else "broadcast"
     folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
-    on_cpu = config.rollout.rollout_engine == "sglang"  # there the servers' clients take it
-    nccl = places.uses_gpus and not cluster.colocate and not on_cpu
+    nccl = places.uses_gpus and not cluster.colocate
     elsewhere = config.engine.rollout_external_engine_addrs or not places.on_one_node
     host = places.train[0].node_ip if elsewhere else "127.0.0.1"
+    name = transport_name(config, name)
     return TransportPlan(name, receivers, folder.absolute(), host=host, backend="nccl" if nccl else "gloo")
 
 

@@ -24,7 +24,7 @@ from treadle.rollout.engines.sglang_engine import SglangDialect, connect_sglang,
 from treadle.rollout.engines.sglang_engine.dialect import ServedModel
 from treadle.rollout.engines.vllm_engine import VllmDialect, connect_vllm, start_vllm
 from treadle.run.exchange import exchange
-from treadle.weights import Offer, SentWeights
+from treadle.weights import Offer, SentWeights, broadcast, sglang_group
 from treadle.weights.base import WeightSender
 from treadle.weights.named import HOLDS_EVERYTHING, TransportPlan, open_sender
 
@@ -65,10 +65,11 @@ async def open_server(config: Config, place: ServerPlace, index: int) -> ServerE
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of server: `length_argument` of its own sets the context."""
+    """A kind of server: `length_argument` of its own sets the context, `broadcast` is the one that it takes part in."""
 
     name: str
     length_argument: str
+    broadcast: str
     dialect: Callable[[Config, ServerPlace], Dialect]
     start: Callable[[ServerLaunch, Client, str], Awaitable[ServerEngine]]
     connect: Callable[..., Awaitable[ServerEngine]]
@@ -85,10 +86,17 @@ def _sglang_dialect(config: Config, place: ServerPlace) -> Dialect:
 
 
 KINDS = {
-    "vllm": _Kind("vLLM", "max_model_len", _vllm_dialect, start_vllm, connect_vllm),
-    "sglang": _Kind("SGLang", "context_length", _sglang_dialect, start_sglang, connect_sglang),
+    "vllm": _Kind("vLLM", "max_model_len", broadcast.NAME, _vllm_dialect, start_vllm, connect_vllm),
+    "sglang": _Kind("SGLang", "context_length", sglang_group.NAME, _sglang_dialect, start_sglang, connect_sglang),
 }
 """Kinds of servers by their name in `rollout_engine`."""
+
+
+def transport_name(config: Config, asked: str) -> str:
+    """The transport of that name in `weight_transport`, as the run's engines take part in it."""
+    if asked == "broadcast" and is_server(config):
+        return KINDS[config.rollout.rollout_engine].broadcast
+    return asked
 
 
 def _limits(config: Config, place: ServerPlace, kind: _Kind) -> ServerLimits:
@@ -209,8 +217,8 @@ class LocalServers:
         where = self._place.logs / "weights" if asked.weight_folder is None else Path(asked.weight_folder)
         # A server that is started here is on the trainer's GPU, and two ranks of NCCL can't share one.
         external = config.engine.rollout_external_engine_addrs
-        takes_it_itself = config.rollout.rollout_engine == "vllm"
-        backend = "nccl" if external and takes_it_itself and pick_device(config.model.device).type == "cuda" else "gloo"
+        backend = "nccl" if external and pick_device(config.model.device).type == "cuda" else "gloo"
+        name = transport_name(config, name)
         plan = TransportPlan(name, sum(workers), where.absolute(), host=host_towards(external), backend=backend)
         return open_sender(plan, SentWeights(dict(self._model.named_parameters())))
 

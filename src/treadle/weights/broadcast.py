@@ -12,9 +12,8 @@ The meeting point has no password: use it in a network where only the run's own 
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -26,12 +25,11 @@ from treadle.weights.base import Offer
 from treadle.weights.copying import copy_pairs
 from treadle.weights.ends import SentWeights, ServedWeights
 from treadle.weights.flat import Piece, bucket_views, buckets
-from treadle.weights.meeting import open_meeting
+from treadle.weights.meeting import BroadcastPlace, come_to, process_group
 
 NAME = "broadcast"
 READY, REFUSED = 1, 0
 ANEW, SAME = "anew", "same"
-LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class BroadcastSender:
@@ -50,8 +48,7 @@ class BroadcastSender:
         device: torch.device | None = None,
     ):
         self._weights = weights
-        self._num_receivers, self._host, self._backend = num_receivers, host, backend
-        self._bucket_bytes, self._timeout_seconds = bucket_bytes, timeout_seconds
+        self._place = BroadcastPlace(host, num_receivers, backend, bucket_bytes, timeout_seconds)
         self._device = device or torch.device("cuda" if backend == "nccl" else "cpu")
         self._where: dict[str, Any] = {}
         self._meeting: _Meeting | None = None
@@ -60,17 +57,7 @@ class BroadcastSender:
     def offer(self, version: int) -> Offer:
         self._weights.take(version)
         if self._meeting is None:
-            store = open_meeting(self._host, 0, timedelta(seconds=self._timeout_seconds))
-            self._where = {
-                "meeting": uuid.uuid4().hex,
-                "number": 0,
-                "host": self._host,
-                "port": store.port,
-                "receivers": self._num_receivers,
-                "backend": self._backend,
-                "bucket_bytes": self._bucket_bytes,
-                "timeout_seconds": self._timeout_seconds,
-            }
+            store, self._where = self._place.open()
             self._meeting = _Meeting(self._where["meeting"], store, self._device)
         self._where = {**self._where, "number": self._where["number"] + 1}
         self._offered = Offer(NAME, version, self._weights.specs, self._where)
@@ -80,26 +67,30 @@ class BroadcastSender:
         assert self._meeting is not None, "offer first"
         assert self._offered is not None, "offer first"
         offer, self._offered = self._offered, None
-        version = offer.version
         try:
-            group = self._meeting.group(offer.where, receives=False)
-            group.agree(version, READY)
-            total = 0
-            for pieces in buckets(offer.specs, self._bucket_bytes):
-                buffer, views = group.bucket(pieces, offer.specs)
-                sources = (piece.of(self._weights[piece.name]) for piece in pieces)
-                copy_pairs(zip(views, sources, strict=True))
-                group.broadcast(buffer)
-                total = _add(total, buffer)
-            group.agree(version, READY, total)
+            self._send(self._meeting, offer)
         except _Refusal:
             raise
         except (RuntimeError, OSError) as error:
+            clear_frames(
+                error.__traceback__
+            )  # they would keep the group, and the engines wait until its end or a deadline
             self._leave()
             raise EngineError(
-                f"version {version} did not reach all {self._num_receivers} engines in {self._timeout_seconds:g} s a step: "
-                f"{_line(error)}"
+                f"version {offer.version} did not reach all {self._place.receivers} engines in "
+                f"{self._place.timeout_seconds:g} s a step: {_line(error)}"
             ) from error
+
+    def _send(self, meeting: _Meeting, offer: Offer) -> None:
+        group, total = meeting.group(offer.where, receives=False), 0
+        group.agree(offer.version, READY)
+        for pieces in buckets(offer.specs, self._place.bucket_bytes):
+            buffer, views = group.bucket(pieces, offer.specs)
+            sources = (piece.of(self._weights[piece.name]) for piece in pieces)
+            copy_pairs(zip(views, sources, strict=True))
+            group.broadcast(buffer)
+            total = _add(total, buffer)
+        group.agree(offer.version, READY, total)
 
     def _leave(self) -> None:
         self._meeting = None
@@ -160,11 +151,8 @@ class BroadcastIntake:
     def _join(self, where: Mapping[str, Any], device: torch.device) -> _Group:
         if self._meeting is None or self._meeting.name != where["meeting"]:
             self.leave()
-            timeout = timedelta(seconds=float(where["timeout_seconds"]))
-            store = dist.TCPStore(str(where["host"]), int(where["port"]), None, False, timeout)
-            self._meeting = _Meeting(
-                where["meeting"], store, torch.device("cpu") if where["backend"] == "gloo" else device
-            )
+            here = torch.device("cpu") if where["backend"] == "gloo" else device
+            self._meeting = _Meeting(where["meeting"], come_to(where), here)
         return self._meeting.group(where, receives=True)
 
     def buckets(self, offer: Offer) -> Iterator[list[tuple[Piece, Tensor]]]:
@@ -241,16 +229,7 @@ class _Group:
 
     def __init__(self, store: dist.Store, rank: int, where: Mapping[str, Any], device: torch.device):
         self._size, self._device = int(where["receivers"]) + 1, device
-        timeout = timedelta(seconds=float(where["timeout_seconds"]))
-        backend = str(where["backend"])
-        if backend == "gloo":
-            self._group: Any = _gloo(store, rank, self._size, str(where["host"]), timeout)
-        elif backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, self._size, options)
-        else:
-            raise EngineError(f"broadcast knows the backends gloo and nccl, not {backend!r}")
+        self._group = process_group(store, rank, where)
         self._bucket = torch.empty(int(where["bucket_bytes"]), dtype=torch.uint8, device=device)
 
     def bucket(self, pieces: Sequence[Any], specs: Any) -> tuple[Tensor, list[Tensor]]:
@@ -275,16 +254,6 @@ class _Group:
                 raise EngineError(
                     f"engine {rank} of {self._size - 1} has other bytes of version {version} than were sent"
                 )
-
-
-def _gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    """A gloo group; on one machine it listens on loopback alone, else where GLOO_SOCKET_IFNAME or the host's name says."""
-    kind: Any = dist.ProcessGroupGloo
-    if host not in LOOPBACK:
-        return kind(store, rank, size, timeout)
-    options = kind._Options()
-    options._timeout, options._devices = timeout, [kind.create_device(hostname=host)]
-    return kind(store, rank, size, options)
 
 
 def _add(total: int, buffer: Tensor) -> int:

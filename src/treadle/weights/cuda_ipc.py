@@ -2,23 +2,27 @@
 
 Nothing is copied on the trainer's side where a weight already has the engine's dtype; others are converted into memory
 that is held until the next offer. Handles travel as JSON (base64), no pickle. The trainer must leave its weights alone
-between `offer` and `deliver`, and call `deliver` when all engines have received.
+between `offer` and `deliver`, and call `deliver` when all engines have received. Servers that know torch's own pickles
+of shared tensors only are given those, made of the offer beside the server.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec
 from treadle.weights.ends import SentWeights, ServedWeights
 
 NAME = "cuda_ipc"
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class CudaIpcSender:
@@ -88,6 +92,45 @@ def open_handles(offer: Offer) -> dict[str, Tensor]:
         raise EngineError(f"a GPU handle of version {offer.version} can't be opened: {error}") from error
 
 
+def pickled_handles(offer: Offer) -> bytes:
+    """A pickle of all offered weights, names with tensors, that opens the handles where it is unpickled. No GPU is needed.
+
+    A GPU is named by its UUID, as SGLang does it: its processes number the machine's GPUs as they please.
+    """
+    where = offer.where
+    try:
+        found = [
+            (name, _Pickled(*reduced(where["handles"][name], where["gpus"], s))) for name, s in offer.specs.items()
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"version {offer.version} is not offered by GPU handles: {error!r}") from error
+    return bytes(ForkingPickler.dumps(found))
+
+
+def reduced(shared: Mapping[str, Any] | None, gpus: Mapping[str, str], spec: WeightSpec) -> Reduced:
+    """The call that makes a tensor of a handle, as torch's `reduce_tensor` writes it where the memory is."""
+    stride = torch.empty(spec.shape, device="meta").stride()
+    if shared is None:
+        return reduce_tensor(torch.empty(spec.shape, dtype=spec.dtype))
+    gpu, handle, size, at, *counter_and_event = _parts(shared)
+    tensor = (Tensor, spec.shape, stride, int(shared["offset"]), torch.storage.TypedStorage, spec.dtype)
+    return rebuild_cuda_tensor, (*tensor, gpus[str(gpu)], handle, size, at, False, *counter_and_event)
+
+
+class _Pickled:
+    """What is pickled as a call."""
+
+    def __init__(self, call: Callable[..., Any], arguments: tuple[Any, ...]):
+        self._reduced = call, arguments
+
+    def __reduce__(self) -> Reduced:
+        return self._reduced
+
+
+def _parts(shared: Mapping[str, Any]) -> list[Any]:
+    return [base64.b64decode(part["b"]) if isinstance(part, dict) else part for part in shared["handle"]]
+
+
 def _share(tensor: Tensor) -> dict[str, Any] | None:
     """The eight parts of a CUDA storage's handle as torch gives them, bytes as base64; None for no memory at all."""
     if not tensor.numel():
@@ -100,7 +143,7 @@ def _share(tensor: Tensor) -> dict[str, Any] | None:
 def _open(shared: Mapping[str, Any] | None, gpus: Mapping[str, str], spec: WeightSpec) -> Tensor:
     if shared is None:
         return torch.empty(spec.shape, dtype=spec.dtype)
-    parts = [base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in shared["handle"]]
+    parts = _parts(shared)
     parts[0] = _same_gpu(gpus[str(parts[0])])  # the two processes may number the machine's GPUs differently
     torch.cuda.init()
     storage = torch.UntypedStorage._new_shared_cuda(*parts)

@@ -1,11 +1,22 @@
-"""Where processes of a group meet: a store that listens on one address only. torch's own listens on all of the machine's."""
+"""Where processes of a group meet, and the group that they make there.
+
+A meeting is a store that listens on one address only; torch's own listens on all of the machine's.
+"""
 
 from __future__ import annotations
 
 import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+
+from treadle.errors import EngineError
+
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def open_meeting(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -14,3 +25,58 @@ def open_meeting(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     listening = socket.create_server((host, port), family=family)
     taken = listening.getsockname()[1]
     return dist.TCPStore(host, taken, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+@dataclass(frozen=True)
+class BroadcastPlace:
+    """Rank 0 of a broadcast as the others reach it, how many they are, and how they exchange buckets with it."""
+
+    host: str
+    receivers: int
+    backend: str
+    bucket_bytes: int
+    timeout_seconds: float
+
+    def open(self) -> tuple[dist.TCPStore, dict[str, Any]]:
+        """A new meeting, and what an offer says of it; offers count from 1 there."""
+        store = open_meeting(self.host, 0, timedelta(seconds=self.timeout_seconds))
+        where = {
+            "meeting": uuid.uuid4().hex,
+            "number": 0,
+            "host": self.host,
+            "port": store.port,
+            "receivers": self.receivers,
+            "backend": self.backend,
+            "bucket_bytes": self.bucket_bytes,
+            "timeout_seconds": self.timeout_seconds,
+        }
+        return store, where
+
+
+def come_to(where: Mapping[str, Any]) -> dist.TCPStore:
+    """The store of a meeting that somebody else opened."""
+    timeout = timedelta(seconds=float(where["timeout_seconds"]))
+    return dist.TCPStore(str(where["host"]), int(where["port"]), None, False, timeout)
+
+
+def process_group(store: dist.Store, rank: int, where: Mapping[str, Any]) -> Any:
+    """A group of the offer's ranks outside torch's default one; with gloo this waits until all of them have come."""
+    backend, size = str(where["backend"]), int(where["receivers"]) + 1
+    timeout = timedelta(seconds=float(where["timeout_seconds"]))
+    if backend == "gloo":
+        return _gloo(store, rank, size, str(where["host"]), timeout)
+    if backend != "nccl":
+        raise EngineError(f"broadcast knows the backends gloo and nccl, not {backend!r}")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    """A gloo group; on one machine it listens on loopback alone, else where GLOO_SOCKET_IFNAME or the host's name says."""
+    kind: Any = dist.ProcessGroupGloo
+    if host not in LOOPBACK:
+        return kind(store, rank, size, timeout)
+    options = kind._Options()
+    options._timeout, options._devices = timeout, [kind.create_device(hostname=host)]
+    return kind(store, rank, size, options)

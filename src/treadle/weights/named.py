@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from treadle.weights import broadcast, sglang_group
 from treadle.weights.base import WeightReceiver, WeightSender
 from treadle.weights.broadcast import BroadcastReceiver, BroadcastSender
 from treadle.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from treadle.weights.disk import DiskReceiver, DiskSender
 from treadle.weights.disk_delta import DeltaReceiver, DeltaSender
 from treadle.weights.ends import SentWeights, ServedWeights
+from treadle.weights.sglang_group import GroupSender
 from treadle.weights.shm import ShmReceiver, ShmSender
 
 HOLDS_EVERYTHING = ("shm", "disk", "disk-delta")
 """Transports whose offer an engine can take at any time after it was made, without the sender."""
 DELIVERS_AFTER = ("cuda_ipc",)
 """Transports whose sender holds on to the weights until every engine has them: it delivers when they have received."""
+BROADCASTS: Mapping[str, type[BroadcastSender] | type[GroupSender]] = {
+    broadcast.NAME: BroadcastSender,
+    sglang_group.NAME: GroupSender,
+}
+"""Broadcasts by the names that offers give them: to ranks that are Treadle's own, and to those of SGLang."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,7 @@ def open_sender(plan: TransportPlan, weights: SentWeights) -> WeightSender:
         return DeltaSender(weights, plan.folder)
     if plan.name == "cuda_ipc":
         return CudaIpcSender(weights)
-    assert plan.name == "broadcast", plan.name
-    return BroadcastSender(
+    return BROADCASTS[plan.name](
         weights, plan.num_receivers, host=plan.host, backend=plan.backend, timeout_seconds=plan.timeout_seconds
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.server_engine import ServerLimits
@@ -19,7 +19,6 @@ from treadle.rollout.engines.sglang_engine.launch import arguments_of, check_int
 from treadle.rollout.engines.sglang_engine.replies import completion_of, request_of
 from treadle.types import SamplingParams, Status
 from treadle.weights import SentWeights
-from treadle.weights.broadcast import BroadcastSender
 from treadle.weights.shm import ShmSender
 
 SECONDS = 30.0
@@ -133,50 +132,11 @@ def test_of_a_cut_distribution_its_own_logprobs_are_taken(cut):
 
 
 @pytest.fixture
-def model_dir(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"a": torch.zeros(2, 3), "lm_head.weight": torch.zeros(4)}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture
 def sender(tmp_path):
     weights = SentWeights({"a": torch.arange(6.0).view(2, 3)})
     sender = ShmSender(weights, tmp_path)
     yield sender
     sender.close()
-
-
-def told(model_dir: Path, answers, use):
-    """Run `use(engine)` against a server; `answers(path, body)` is status and body for what it is asked, or None for no
-    answer ever. Returns what it was asked."""
-    asked: list[tuple[str, dict]] = []
-
-    async def serve(reader, writer):
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        length = next(
-            (int(line.split(":")[1]) for line in head.split("\r\n") if line.lower().startswith("content-l")), 0
-        )
-        body = json.loads(await reader.readexactly(length) or b"{}")
-        path = head.split()[1]
-        asked.append((path, body))
-        if (answer := answers(path, body)) is not None:
-            status, text = answer
-            head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
-            writer.write((head + text).encode())
-            writer.close()
-
-    async def main():
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        dialect = SglangDialect(ServedModel(model_dir, torch.float32, tied=True))
-        engine = Client(dialect, {0}, ServerLimits(64, answer_seconds=5)).engine(f"127.0.0.1:{port}", "engine 7")
-        await asyncio.wait_for(use(engine), SECONDS)
-        server.close()
-
-    asyncio.run(main())
-    return asked
 
 
 def fine(path, body):
@@ -187,7 +147,7 @@ def paths(asked):
     return [path for path, _ in asked]
 
 
-def test_an_update_is_a_folder_of_safetensors_between_pause_and_resume(model_dir, sender):
+def test_an_update_is_a_folder_of_safetensors_between_pause_and_resume(told, model_dir, sender):
     seen = []
 
     def answers(path, body):
@@ -217,7 +177,7 @@ def test_an_update_is_a_folder_of_safetensors_between_pause_and_resume(model_dir
         ({}, "the engine's weight 'a' is not sent"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_server_hears_of_it(model_dir, tmp_path, weights, message):
+def test_what_does_not_fit_is_refused_before_the_server_hears_of_it(told, model_dir, tmp_path, weights, message):
     sender = ShmSender(SentWeights(weights), tmp_path)
 
     async def use(engine):
@@ -232,7 +192,7 @@ def test_what_does_not_fit_is_refused_before_the_server_hears_of_it(model_dir, t
     assert paths(asked) == ["/update_weight_version", "/pause_generation", "/continue_generation", "/server_info"]
 
 
-def test_a_damaged_file_is_refused_before_the_server_hears_of_it(model_dir, sender):
+def test_a_damaged_file_is_refused_before_the_server_hears_of_it(told, model_dir, sender):
     offer = sender.offer(4)
     with Path(offer.where["path"]).open("r+b") as file:
         file.seek(-3, 2)
@@ -246,46 +206,7 @@ def test_a_damaged_file_is_refused_before_the_server_hears_of_it(model_dir, send
     assert "/update_weights_from_disk" not in paths(told(model_dir, fine, use))
 
 
-def test_a_broadcast_is_taken_here_and_handed_on_as_a_file(model_dir):
-    tensors = {"a": torch.arange(6.0).view(2, 3)}
-    sender = BroadcastSender(SentWeights(tensors), 1, timeout_seconds=20)
-    read = []
-
-    def answers(path, body):
-        if path == "/update_weights_from_disk":
-            read.append(load_file(Path(body["model_path"]) / "model.safetensors")["a"])
-        return fine(path, body)
-
-    async def use(engine):
-        for version in (4, 5):
-            tensors["a"] += 1
-            await asyncio.gather(engine.receive(sender.offer(version)), asyncio.to_thread(sender.deliver))
-            assert engine.version == version
-        await engine.close()
-
-    told(model_dir, answers, use)
-    sender.close()
-    assert [float(found[0, 0]) for found in read] == [1.0, 2.0]
-
-
-def test_a_broadcast_that_does_not_fit_is_refused_for_all_and_the_server_does_not_hear_of_it(model_dir):
-    sender = BroadcastSender(SentWeights({"a": torch.zeros(3, 2)}), 1, timeout_seconds=20)
-
-    async def use(engine):
-        offer = sender.offer(4)
-        found = await asyncio.gather(engine.receive(offer), asyncio.to_thread(sender.deliver), return_exceptions=True)
-        assert all(isinstance(error, EngineError) for error in found)
-        assert "weight 'a'" in str(found[0])
-        assert "refused version 4" in str(found[1])
-        await engine.health()
-        await engine.close()
-
-    asked = paths(told(model_dir, fine, use))
-    sender.close()
-    assert "/update_weights_from_disk" not in asked
-
-
-def test_while_the_server_reads_the_file_nobody_writes_over_it(model_dir, sender):
+def test_while_the_server_reads_the_file_nobody_writes_over_it(told, model_dir, sender):
     read = []
 
     def answers(path, body):
@@ -303,7 +224,7 @@ def test_while_the_server_reads_the_file_nobody_writes_over_it(model_dir, sender
     assert torch.equal(read[0], torch.arange(6.0).view(2, 3))
 
 
-def test_after_an_update_that_broke_off_nothing_is_generated_until_a_whole_one(model_dir, sender):
+def test_after_an_update_that_broke_off_nothing_is_generated_until_a_whole_one(told, model_dir, sender):
     updates = []
 
     def answers(path, body):
@@ -338,7 +259,7 @@ def test_after_an_update_that_broke_off_nothing_is_generated_until_a_whole_one(m
 # State
 
 
-def test_what_is_asked_while_the_server_is_stopped_waits_here_and_can_be_aborted(model_dir):
+def test_what_is_asked_while_the_server_is_stopped_waits_here_and_can_be_aborted(told, model_dir):
     async def use(engine):
         async def one():
             return [c async for c in engine.generate([1, 2], SamplingParams(4), 1)]
@@ -363,7 +284,7 @@ def test_what_is_asked_while_the_server_is_stopped_waits_here_and_can_be_aborted
     assert asked == ["/pause_generation", "/continue_generation", "/generate"]
 
 
-def test_a_caller_that_leaves_is_said_to_have_left(model_dir):
+def test_a_caller_that_leaves_is_said_to_have_left(told, model_dir):
     async def use(engine):
         async def one():
             return [c async for c in engine.generate([1, 2], SamplingParams(4), 1)]

@@ -1,6 +1,7 @@
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,32 @@ def test_if_one_engine_refuses_none_is_changed_and_the_group_goes_on(weights, se
     assert time.monotonic() - began < 10
     assert torch.equal(receivers[0].served.tensors["a"], weights["a"])
     sender.close()
+
+
+class Lost(dict[str, torch.Tensor]):
+    """Weights of which the last can't be read."""
+
+    def __getitem__(self, name):
+        if name == "c":
+            raise RuntimeError("the trainer lost its weights")
+        return super().__getitem__(name)
+
+
+def test_a_sender_that_breaks_off_lets_the_engine_go_at_once(weights, served_like):
+    sender = BroadcastSender(SentWeights(Lost(weights)), 1, bucket_bytes=1000, timeout_seconds=20.0)
+    receiver = BroadcastReceiver(served_like(weights))
+    offer, began = sender.offer(1), time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receiver.receive, offer)
+        with pytest.raises(
+            EngineError, match="the trainer lost its weights"
+        ) as held:  # and its frames, which know the group
+            sender.deliver()
+        with pytest.raises(EngineError):
+            receiving.result(30)
+    assert time.monotonic() - began < 10
+    assert receiver.served.torn is not None
+    assert held.value is not None
 
 
 def test_an_engine_that_never_comes_is_a_deadline_not_a_hang(weights, served_like):

@@ -95,11 +95,10 @@ class Dialect(Protocol):
         """Ranks that the server is in a broadcast of weights."""
         ...
 
-    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> Offer:
+    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> None:
         """Raise `EngineError` where the server could not take what is offered; nothing has changed then.
 
-        The offer that the server is to load: the same, or where the weights lie by then. What must stay until they are
-        loaded goes into `held`.
+        What must stay until the weights are loaded goes into `held`.
         """
         ...
 
@@ -361,10 +360,10 @@ class ServerEngine:
     async def _take(self, offer: Offer) -> None:
         seconds = self._limits.weights_seconds
         with ExitStack() as held:
-            found = await self._dialect.check(self._ask, offer, held, seconds)
+            await self._dialect.check(self._ask, offer, held, seconds)
             self._torn = f"the update to version {offer.version} broke off half-way; push a whole version"
             try:
-                await self._dialect.load(self._ask, found, seconds)
+                await self._dialect.load(self._ask, offer, seconds)
             except EngineLostError:
                 raise
             except EngineError:

@@ -1,8 +1,7 @@
-"""What an SGLang server is asked, beside `/generate` (replies.py).
+"""What an SGLang server is asked, beside `/generate` (replies.py) and for new weights (updates.py).
 
-New weights go through `/update_weights_from_disk`: the server reads a folder of safetensors as it did at its start. So it
-needs nothing of Treadle, and what is offered is checked here: names, shapes and dtypes against the model's own files,
-and every byte against its checksum. What comes as a broadcast is taken here and made into such a folder.
+It needs nothing of Treadle: what is offered is checked here, names, shapes and dtypes against the model's own files, and
+every byte of a file against its checksum.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import torch
 
 from treadle.errors import EngineError
 from treadle.rollout.engines.base import EnginePart
-from treadle.rollout.engines.http_calls import RefusedError
 from treadle.rollout.engines.server_engine import Ask
 from treadle.rollout.engines.sglang_engine.replies import GENERATE, completion_of, request_of
+from treadle.rollout.engines.sglang_engine.updates import GroupUpdates, load_folder, load_handles
 from treadle.types import Completion, SamplingParams
-from treadle.weights import Offer, WeightSpec, broadcast, check_specs
-from treadle.weights.offered import expected_specs, folder_of, opened
-from treadle.weights.relay import Relay
+from treadle.weights import Offer, WeightSpec, check_specs, cuda_ipc, sglang_group
+from treadle.weights.offered import expected_specs, opened
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class SglangDialect:
 
     def __init__(self, model: ServedModel):
         self.model = model
-        self._relay: Relay | None = None
+        self._groups = GroupUpdates()
 
     def request_of(
         self, token_ids: Sequence[int], sampling: SamplingParams, index: int, eos_token_ids: Collection[int], name: str
@@ -89,36 +87,49 @@ class SglangDialect:
         await ask("/server_info", method="GET")  # asks the scheduler; `/health` would generate, which a pause forbids
 
     async def num_workers(self, ask: Ask) -> int:
-        """One, whatever the server divides its model among: the relay here."""
-        return 1
+        """Ranks that the server divides its model among; each of them takes part in a broadcast."""
+        return (await _division(ask))["tp_size"]
 
-    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> Offer:
-        specs = await asyncio.to_thread(lambda: self.model.specs)
-        if (
-            offer.transport == broadcast.NAME
-        ):  # it says to all ranks what does not fit: no other one sends or waits then
-            if self._relay is None:
-                self._relay = await asyncio.to_thread(Relay, specs)
-            offer = await asyncio.to_thread(self._relay.receive, offer)
-        check_specs(offer.specs, specs)
-        await asyncio.to_thread(held.enter_context, opened(offer, verify=True))
-        return offer
+    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> None:
+        if offer.transport == sglang_group.NAME:
+            division, refusal = await _division(ask), None
+            try:
+                await self._check(offer, division)
+            except EngineError as error:
+                refusal = error  # for which it joins as well: trainer and other servers wait for this one
+            await self._groups.join(ask, offer, division["tp_size"], refusal, seconds)
+        elif offer.transport == cuda_ipc.NAME:
+            await self._check(offer, await _division(ask))
+        else:
+            await self._check(offer)
+            await asyncio.to_thread(held.enter_context, opened(offer, verify=True))
+
+    async def _check(self, offer: Offer, division: Mapping[str, int] | None = None) -> None:
+        """Raise `EngineError` where the weights do not fit the model, or can't reach all of this server's ranks."""
+        copies = [name for name in ("pp_size", "dp_size") if division is not None and division[name] > 1]
+        if copies:
+            raise EngineError(
+                f"the SGLang server runs with {copies[0]} > 1, and takes weights by {offer.transport} with tp_size alone; "
+                "take --weight-transport shm or disk"
+            )
+        check_specs(offer.specs, await asyncio.to_thread(lambda: self.model.specs))
 
     async def load(self, ask: Ask, offer: Offer, seconds: float) -> None:
-        update = {
-            "model_path": str(folder_of(offer)),
-            "load_format": "safetensors",
-            "weight_version": str(offer.version),
-            "flush_cache": True,
-        }
-        try:
-            reply = await ask("/update_weights_from_disk", update, seconds=seconds)
-        except RefusedError as error:
-            raise EngineError(f"{error}; see the server's log") from error
-        if not (isinstance(reply, Mapping) and reply.get("success") is True):
-            raise EngineError(f"the SGLang server did not load version {offer.version}: {str(reply)[:300]}")
+        if offer.transport == sglang_group.NAME:
+            await self._groups.load(ask, offer, seconds)
+        elif offer.transport == cuda_ipc.NAME:
+            await load_handles(ask, offer, await self.num_workers(ask), seconds)
+        else:
+            await load_folder(ask, offer, seconds)
 
     def close(self) -> None:
-        if self._relay is not None:
-            self._relay.close()
-            self._relay = None
+        self._groups.close()
+
+
+async def _division(ask: Ask) -> dict[str, int]:
+    """What the server divides itself into."""
+    reply = await ask("/server_info", method="GET")
+    try:
+        return {name: int(reply[name]) for name in ("tp_size", "pp_size", "dp_size")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"the SGLang server does not say how it is divided: {str(reply)[:300]}") from error

@@ -68,12 +68,11 @@ class VllmDialect:
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"the vLLM server does not say how many workers it has: {reply}") from error
 
-    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> Offer:
+    async def check(self, ask: Ask, offer: Offer, held: ExitStack, seconds: float) -> None:
         """Treadle's plugin in the server checks, in every worker its own part."""
         await ask("/start_weight_update", seconds=seconds)
         update = {"offer": offer.to_json(), "check_only": True}
         await ask("/update_weights", {"update_info": update}, seconds=seconds)
-        return offer
 
     async def load(self, ask: Ask, offer: Offer, seconds: float) -> None:
         await ask("/update_weights", {"update_info": {"offer": offer.to_json()}}, seconds=seconds)
