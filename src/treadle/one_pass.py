@@ -33,6 +33,7 @@ class OnePass:
     def __init__(self, formula: Callable[..., None]):
         self.formula = formula
         self._compiled: Callable[..., None] | None = None
+        self._has_failed = False
 
     @property
     def is_compiled(self) -> bool:
@@ -41,7 +42,8 @@ class OnePass:
     def __call__(self, *by_row: Tensor, whole: tuple[Any, ...] = ()) -> None:
         first = by_row[0]
         if (
-            max(x.numel() for x in by_row) >= COMPILED_FROM
+            not self._has_failed
+            and max(x.numel() for x in by_row) >= COMPILED_FROM
             and not torch.is_inference_mode_enabled()
             and compiles(first.device.type)
         ):
@@ -63,11 +65,8 @@ class OnePass:
             self._compiled(*by_row, *parts)
         except torch._dynamo.exc.TorchDynamoException as error:  # nothing has run: the loop could not be made
             warnings.warn(f"torch.compile failed, going on without it, slower: {str(error)[:300]}", stacklevel=2)
-            self._compiled = functools.partial(self._uncompiled, len(by_row))
+            self._has_failed = True
             self._in_tiles(by_row, whole)
-
-    def _uncompiled(self, count: int, *arguments: Any) -> None:
-        self._in_tiles(arguments[:count], arguments[count:])
 
 
 @functools.cache

@@ -3,8 +3,8 @@
 Sequences of similar length lie side by side in dense blocks, with the heads of a key folded into rows. What a query sees
 is a run of columns, so a *look* (some rows of all blocks of a kind at some columns of another) needs no more of a mask than
 where the run begins and ends: prefixes look at themselves, suffixes at their prefix, all samples of it in one matmul, and at
-themselves. A suffix's two looks are joined by the logs of their sums. Scores are made again in the backward pass, in
-pieces that stay in the processor's cache, so memory is linear in length.
+themselves. A suffix's two looks are joined by the logs of their sums. Scores are made again in the backward pass,
+piece by piece, so memory is linear in length.
 
 Same idea: Dao et al. 2022, "FlashAttention", arXiv 2205.14135; Juravsky et al. 2024, "Hydragen" (shared prefixes), arXiv 2402.05099.
 
@@ -171,11 +171,10 @@ def _looks(layout: PackedLayout, repeat: int, kv_heads: int, window: int | None,
     for kind, length, blocks in ((PREFIX, prefix, count), (SUFFIX, suffix, count * most)):
         if length and blocks:
             yield from _at_themselves(kind, slice(0, blocks), _Rows(length, repeat, window, dtype, layout.device))
-    start = 0
+    start, rows = 0, _Rows(suffix, repeat, window, dtype, layout.device)
     for length, run in itertools.groupby(family.prefix for family in layout.families):
         end = start + kv_heads * len(list(run))
         if length and most * suffix:
-            rows = _Rows(suffix, repeat, window, dtype, layout.device)
             yield from _at_prefixes(slice(start, end), length, most, rows)
         start = end
 

@@ -1,10 +1,9 @@
 """Attention's projections and the gated MLP of a decoder layer with backward passes of their own.
 
 On a CPU a training step spends as long moving activations through memory as in matmuls. Here queries, keys and values
-come from one matmul; positions are applied in one pass; what is element by element is done tile by tile, so that a tile
-stays in the processor's cache (on other devices in one piece). A module that is replaced keeps its parameters under the
-same names, so checkpoints, sharding and the engine do not notice, and computes as before where it is asked for something
-else.
+come from one matmul; what is element by element is done in one pass (one_pass.py). A module that is replaced keeps its
+parameters under the same names, so checkpoints, sharding and the engine do not notice, and computes as before where it
+is asked for something else.
 
 Axis letters: `N` tokens, `D` hidden size, `F` units of the MLP, `H` heads, `E` head size.
 """
@@ -65,7 +64,8 @@ class _GatedMLP(torch.autograd.Function):
 
 def _of_narrow(grad: Tensor, x: Tensor) -> Tensor:
     """`gradᵀ x` for a grad that is narrower than x: on a CPU half the time where the left side lies row by row."""
-    return grad.T.contiguous() @ x
+    left = grad.T.contiguous() if grad.device.type == "cpu" else grad.T
+    return left @ x
 
 
 class _StackedLinear(torch.autograd.Function):
