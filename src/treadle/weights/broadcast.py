@@ -25,7 +25,7 @@ from treadle.weights.base import Offer
 from treadle.weights.copying import copy_pairs
 from treadle.weights.ends import SentWeights, ServedWeights
 from treadle.weights.flat import Piece, bucket_views, buckets
-from treadle.weights.meeting import BroadcastPlace, come_to, process_group
+from treadle.weights.meeting import BroadcastPlace, Offers, come_to, process_group
 
 NAME = "broadcast"
 READY, REFUSED = 1, 0
@@ -50,23 +50,17 @@ class BroadcastSender:
         self._weights = weights
         self._place = BroadcastPlace(host, num_receivers, backend, bucket_bytes, timeout_seconds)
         self._device = device or torch.device("cuda" if backend == "nccl" else "cpu")
-        self._where: dict[str, Any] = {}
+        self._offers = Offers(NAME, weights, self._place)
         self._meeting: _Meeting | None = None
-        self._offered: Offer | None = None
 
     def offer(self, version: int) -> Offer:
-        self._weights.take(version)
-        if self._meeting is None:
-            store, self._where = self._place.open()
-            self._meeting = _Meeting(self._where["meeting"], store, self._device)
-        self._where = {**self._where, "number": self._where["number"] + 1}
-        self._offered = Offer(NAME, version, self._weights.specs, self._where)
-        return self._offered
+        return self._offers.offer(version)
 
     def deliver(self) -> None:
-        assert self._meeting is not None, "offer first"
-        assert self._offered is not None, "offer first"
-        offer, self._offered = self._offered, None
+        offer = self._offers.due()
+        if self._meeting is None:
+            assert self._offers.store is not None, "offer first"
+            self._meeting = _Meeting(offer.where["meeting"], self._offers.store, self._device)
         try:
             self._send(self._meeting, offer)
         except _Refusal:
@@ -94,6 +88,7 @@ class BroadcastSender:
 
     def _leave(self) -> None:
         self._meeting = None
+        self._offers.leave()
 
     def close(self) -> None:
         self._leave()

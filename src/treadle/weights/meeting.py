@@ -15,6 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from treadle.errors import EngineError
+from treadle.weights.base import Offer
+from treadle.weights.ends import SentWeights
 
 LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -51,6 +53,36 @@ class BroadcastPlace:
             "timeout_seconds": self.timeout_seconds,
         }
         return store, where
+
+
+class Offers:
+    """What a sender of broadcasts offers, one at a time, and the meeting they name: a new one after `leave`.
+
+    `store` is the meeting; who keeps it elsewhere keeps it open when an error has made the sender leave.
+    """
+
+    def __init__(self, name: str, weights: SentWeights, place: BroadcastPlace):
+        self._name, self._weights, self._place = name, weights, place
+        self._where: dict[str, Any] = {}
+        self._offered: Offer | None = None
+        self.store: dist.TCPStore | None = None
+
+    def offer(self, version: int) -> Offer:
+        self._weights.take(version)
+        if self.store is None:
+            self.store, self._where = self._place.open()
+        self._where = {**self._where, "number": self._where["number"] + 1}
+        self._offered = Offer(self._name, version, self._weights.specs, self._where)
+        return self._offered
+
+    def due(self) -> Offer:
+        """The last offer, which is delivered once."""
+        assert self._offered is not None, "offer first"
+        offer, self._offered = self._offered, None
+        return offer
+
+    def leave(self) -> None:
+        self.store = None
 
 
 def come_to(where: Mapping[str, Any]) -> dist.TCPStore:

@@ -25,7 +25,7 @@ from treadle.weights.base import Offer, WeightSpec
 from treadle.weights.copying import copy_pairs
 from treadle.weights.ends import SentWeights
 from treadle.weights.flat import Layout
-from treadle.weights.meeting import BroadcastPlace, come_to, process_group
+from treadle.weights.meeting import BroadcastPlace, Offers, come_to, process_group
 
 NAME = "sglang-group"
 REFUSED, ANEW, SAME = "refused", "anew", "same"
@@ -49,31 +49,25 @@ class GroupSender:
         self._weights = weights
         self._place = BroadcastPlace(host, num_receivers, backend, bucket_bytes, timeout_seconds)
         self._device = device or torch.device("cuda" if backend == "nccl" else "cpu")
-        self._store: dist.Store | None = None
+        self._offers = Offers(NAME, weights, self._place)
         self._group: Any = None
-        self._where: dict[str, Any] = {}
-        self._offered: Offer | None = None
 
     def offer(self, version: int) -> Offer:
-        self._weights.take(version)
-        if self._store is None:
-            self._store, self._where = self._place.open()
-        self._where = {**self._where, "number": self._where["number"] + 1}
-        self._offered = Offer(NAME, version, self._weights.specs, self._where)
-        return self._offered
+        return self._offers.offer(version)
 
     def deliver(self) -> None:
-        assert self._store is not None, "offer first"
-        assert self._offered is not None, "offer first"
-        offer, self._offered = self._offered, None
+        offer = self._offers.due()
+        assert self._offers.store is not None, "offer first"
         place, what = self._place, f"version {offer.version}"
         try:
-            verdict = self._store.get(f"{_key(offer)}-all").decode()  # waits for it as long as the store's deadline
+            verdict = self._offers.store.get(
+                f"{_key(offer)}-all"
+            ).decode()  # waits for it as long as the store's deadline
             if verdict == REFUSED:
                 raise _Refusal(f"an engine refused {what}; its own error says why")
             if verdict == ANEW:
                 self._group = None
-                self._group = process_group(_store_of_group(self._store, offer.where), 0, offer.where)
+                self._group = process_group(_store_of_group(self._offers.store, offer.where), 0, offer.where)
             self._send(list(whole_buckets(offer.specs, place.bucket_bytes)))
         except _Refusal:
             raise
@@ -96,7 +90,8 @@ class GroupSender:
             )  # given a deadline it waits for a GPU too: the bucket is used again
 
     def _leave(self) -> None:
-        self._group = self._store = None
+        self._group = None
+        self._offers.leave()
 
     def close(self) -> None:
         self._leave()
