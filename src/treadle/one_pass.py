@@ -2,7 +2,8 @@
 
 Written with torch's operations a formula reads and writes memory once for each of them, and on a CPU that costs as much
 as the matmuls beside it. `torch.compile` makes one loop of it; where there is no compiler, or too little to do, the same
-operations pass over tiles that stay in the processor's cache. The engine compiles nothing: its first token would wait.
+operations pass over tiles that stay in the processor's cache. The engine compiles none of these, its first token would wait;
+what it has compiled are models/cpu_kernels.cpp.
 """
 
 from __future__ import annotations
@@ -72,12 +73,17 @@ class OnePass:
 @functools.cache
 def compiles(device_type: str) -> bool:
     """True where torch can compile loops for such a device here. `TORCH_COMPILE_DISABLE=1` says no."""
-    if torch._dynamo.config.disable:
-        return False
     if device_type == "cpu":
-        asked = os.environ.get("CXX")
-        return any(shutil.which(name) for name in ([asked] if asked else ("g++", "clang++", "c++")))
-    return device_type == "cuda" and torch.utils._triton.has_triton()
+        return cpp_compiler() is not None
+    return device_type == "cuda" and not torch._dynamo.config.disable and torch.utils._triton.has_triton()
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler of this machine: `$CXX`, or the first one found. None as well with `TORCH_COMPILE_DISABLE=1`."""
+    if torch._dynamo.config.disable:
+        return None
+    asked = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, [asked] if asked else ["g++", "clang++", "c++"])), None)
 
 
 def tiles(count: int, row_bytes: int, device: torch.device) -> Iterator[slice]:

@@ -1,8 +1,8 @@
 """The forward pass an engine runs: the same numbers as training's, with fewer and larger operations.
 
 `plain` is the Hugging Face module as it is. `fused` reads its weights and computes a decoder layer itself: one
-matmul for queries, keys and values, the activation and the residual inside the matmuls that make them, weights laid
-out once per version as the CPU's matmul wants them. It exists for architectures whose layer it knows, is checked
+matmul for queries, keys and values, one for gate and up, the residual inside the matmuls that it is added to, weights laid
+out once per version as the CPU's matmul wants them, and what is between matmuls by `CpuKernels` where they can be had. It exists for architectures whose layer it knows, is checked
 against the module when it is built, and tests hold one against the other.
 
 Axis letters: `N` tokens, `D` hidden size, `H` query heads, `K` key/value heads, `E` head size.
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttention
+from treadle.models.cpu_kernels import CpuKernels, cpu_kernels
 from treadle.models.forward import Head, head_of, hidden_states
 from treadle.models.fused import FUSED_MODEL_TYPES, layer_attention, rotate, signed_halves
 from treadle.models.layout import Family, PackedLayout
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 
 class InferenceModel(Protocol):
-    """A model as an engine sees it."""
+    """A model as an engine sees it; `kernels` are for its attention plans, where there are any."""
+
+    kernels: CpuKernels | None
 
     def refresh(self) -> None:
         """Read the weights anew; called before the first forward pass with each version of them."""
@@ -50,6 +53,8 @@ class InferenceModel(Protocol):
 
 class PlainInference:
     """The module itself."""
+
+    kernels = None
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -103,10 +108,7 @@ def _gap(fused: FusedInference) -> float:
 
 
 class _Linear:
-    """A linear layer whose weights (several stacked, where given) are laid out for the CPU's matmul.
-
-    After the matmul, in the same pass over its result: `activation` (SiLU), or `other` added or multiplied.
-    """
+    """A linear layer whose weights (several stacked, where given) are laid out for the CPU's matmul."""
 
     def __init__(self, *layers: nn.Linear):
         weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
@@ -117,31 +119,30 @@ class _Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
-    def silu(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "swish", [], "")
-
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """With `other` added, in the same pass over the result."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "mul")
 
 
 class _Norm:
-    """RMSNorm with the weights of the module, in few operations: at few rows each costs more than its arithmetic.
+    """RMSNorm over the last axis with the weights of the module, in float32 and rounded once.
 
-    `x w √D / √(|x|² + D eps)`, in float32 and rounded once.
+    Without kernels in few operations, for at few rows each costs more than its arithmetic: `x w √D / √(|x|² + D eps)`.
     """
 
-    def __init__(self, norm: nn.Module):
+    def __init__(self, norm: nn.Module, kernels: CpuKernels | None):
         weight = norm.weight.detach()
-        self._dtype, exact = weight.dtype, torch.promote_types(weight.dtype, torch.float32)
-        self._weight = weight.to(exact) * len(weight) ** 0.5
-        self._floor = torch.tensor((len(weight) * norm.variance_epsilon) ** 0.5, dtype=exact)
+        self._dtype, self._kernels, self._eps = weight.dtype, kernels, norm.variance_epsilon
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        self._weight = weight.to(exact, copy=True)
+        self._scaled = self._weight * len(weight) ** 0.5
+        self._floor = torch.tensor((len(weight) * self._eps) ** 0.5, dtype=exact)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x.flatten(0, -2), self._weight, self._eps).view(x.shape)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._floor.dtype)
-        return torch.mul(x, self._weight).div_(torch.hypot(length, self._floor)).to(self._dtype)
+        return torch.mul(x, self._scaled).div_(torch.hypot(length, self._floor)).to(self._dtype)
 
 
 @dataclass(frozen=True)
@@ -154,22 +155,21 @@ class _Layer:
     norms: tuple[_Norm, _Norm] | None  # of queries and keys, head by head (Qwen3)
     out: _Linear
     norm_mlp: _Norm
-    gate: _Linear
-    up: _Linear
+    gate_up: _Linear
     down: _Linear
 
     @classmethod
-    def of(cls, layer: Any) -> _Layer:
+    def of(cls, layer: Any, kernels: CpuKernels | None) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        has_norms = hasattr(attention, "q_norm")
         return cls(
             layer_attention(attention),
-            _Norm(layer.input_layernorm),
+            _Norm(layer.input_layernorm, kernels),
             _Linear(attention.q_proj, attention.k_proj, attention.v_proj),
-            (_Norm(attention.q_norm), _Norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
+            (_Norm(attention.q_norm, kernels), _Norm(attention.k_norm, kernels)) if has_norms else None,
             _Linear(attention.o_proj),
-            _Norm(layer.post_attention_layernorm),
-            _Linear(mlp.gate_proj),
-            _Linear(mlp.up_proj),
+            _Norm(layer.post_attention_layernorm, kernels),
+            _Linear(mlp.gate_proj, mlp.up_proj),
             _Linear(mlp.down_proj),
         )
 
@@ -181,6 +181,7 @@ class FusedInference:
         assert can_fuse(model), f"{model.config.model_type} can't be fused here"
         self.model = model
         config = model.config
+        self.kernels = cpu_kernels(config, model.get_input_embeddings().weight.dtype)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._layers: Sequence[_Layer] = ()
         self._norm: _Norm | None = None
@@ -189,8 +190,8 @@ class FusedInference:
     @torch.no_grad()
     def refresh(self) -> None:
         body = self.model.base_model
-        self._layers = [_Layer.of(layer) for layer in body.layers]
-        self._norm = _Norm(body.norm)
+        self._layers = [_Layer.of(layer, self.kernels) for layer in body.layers]
+        self._norm = _Norm(body.norm, self.kernels)
         self._head = (head_of(self.model), _Linear(self.model.get_output_embeddings()))
 
     def release(self) -> None:
@@ -206,9 +207,15 @@ class FusedInference:
             query, key, value = self._heads_of(layer, layer.qkv(layer.norm_in(x)), cos, sin)
             attended = plan.attend(query, key, value, layer.attention)
             x = layer.out.plus(attended.flatten(1), x)
-            y = layer.norm_mlp(x)
-            x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
+            x = layer.down.plus(self._gated(layer.gate_up(layer.norm_mlp(x))), x)
         return self._norm(x)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up of both side by side."""
+        if self.kernels is not None:
+            return self.kernels.silu_times(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
     def _heads_of(self, layer: _Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, E], keys and values [N, K, E] of one layer, positions applied."""
@@ -219,7 +226,8 @@ class FusedInference:
             of_query, of_key = layer.norms
             parts = query_key.split([self._heads, self._kv_heads], dim=1)
             query_key = torch.cat([of_query(parts[0]), of_key(parts[1])], dim=1)
-        query_key = rotate(query_key, cos, sin)
+        turn = rotate if self.kernels is None else self.kernels.rotate
+        query_key = turn(query_key, cos, sin)
         return query_key[:, : self._heads], query_key[:, self._heads :], value
 
     def logits(self, hidden: Tensor) -> Tensor:

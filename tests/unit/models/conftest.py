@@ -29,6 +29,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, a key head for each query head, biases": ("LlamaConfig", {**COMMON, "attention_bias": True}),
     "qwen2": ("Qwen2Config", {**GROUPED, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", WIDE),
+    "qwen3, heads of 32": ("Qwen3Config", {**WIDE, "head_dim": 32}),
+    "qwen2, heads of 64": (
+        "Qwen2Config",
+        {**COMMON, "num_key_value_heads": 1, "hidden_size": 256, "initializer_range": 0.05},
+    ),
     "mistral, sliding window": ("MistralConfig", {**WIDE, "sliding_window": 4}),
     "gemma2, soft caps": (
         "Gemma2Config",

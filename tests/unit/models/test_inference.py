@@ -7,8 +7,17 @@ from treadle.models.attention import PackedAttention
 from treadle.models.inference import FusedInference, PlainInference, can_fuse, inference_model
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import load_model
+from treadle.one_pass import cpp_compiler
 
-FUSED = ["llama", "llama, a key head for each query head, biases", "qwen2", "qwen3", "mistral, sliding window"]
+WITH_KERNELS = ["qwen3, heads of 32", "qwen2, heads of 64"]
+FUSED = [
+    "llama",
+    "llama, a key head for each query head, biases",
+    "qwen2",
+    "qwen3",
+    "mistral, sliding window",
+    *WITH_KERNELS,
+]
 PLAIN = ["gemma2, soft caps", "gpt2", "granite, scaled logits", "cohere, scaled logits", "mixtral"]
 ROW = PackedLayout((Family(5, (3, 7)), Family(0, (6,)), Family(9, ()), Family(2, (0, 1))))
 TOKENS = torch.randint(3, 90, (ROW.num_tokens,), generator=torch.Generator().manual_seed(1))
@@ -33,6 +42,7 @@ def test_fused_logits_are_the_modules(make_folder, name):
     model = load(make_folder(name))
     fused = inference_model(model, fused=True)
     assert isinstance(fused, FusedInference)
+    assert (fused.kernels is not None) == (name in WITH_KERNELS and cpp_compiler() is not None)
     fused.refresh()
     torch.testing.assert_close(logits_of(fused), logits_of(PlainInference(model)), atol=2e-5, rtol=2e-5)
 

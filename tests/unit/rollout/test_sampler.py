@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.errors import EngineError
+from treadle.models.cpu_kernels import load_kernels
 from treadle.rollout.engines.torch_engine.sampler import (
     BLOCK,
     ROWS_AT_ONCE,
@@ -22,6 +23,17 @@ from treadle.types import SamplingParams
 CPU = torch.device("cpu")
 ALMOST_ONE = 1.0 - 2.0**-53  # the largest number `uniforms` gives
 NEG_INF = float("-inf")
+KERNELS = []
+
+
+@pytest.fixture(params=["operations", "kernel"], autouse=True, scope="module")
+def kernels(request):
+    """Every test here holds for both ways of drawing."""
+    if request.param == "kernel" and (found := load_kernels(torch.float32, 1, 32)) is None:
+        pytest.skip("no C++ compiler here, or torch.compile is turned off")
+    KERNELS.append(found if request.param == "kernel" else None)
+    yield KERNELS[-1]
+    KERNELS.pop()
 
 
 def draw(logits, params, uniform):
@@ -29,7 +41,7 @@ def draw(logits, params, uniform):
     logits = torch.as_tensor(logits, dtype=torch.float32)
     each = [params] * len(logits) if isinstance(params, SamplingParams) else params
     tensors = SamplingTensors.of(each, CPU)
-    tokens, logprobs = sample(logits, tensors, torch.as_tensor(uniform, dtype=torch.float64))
+    tokens, logprobs = sample(logits, tensors, torch.as_tensor(uniform, dtype=torch.float64), KERNELS[-1])
     return tokens.tolist(), logprobs.tolist()
 
 
@@ -197,7 +209,9 @@ def test_the_logits_are_left_alone():
 
 def test_logits_in_bfloat16_are_summed_in_float32():
     logits = torch.zeros(1, 1000, dtype=torch.bfloat16)
-    tokens, logprobs = sample(logits, SamplingTensors.of([params()], CPU), torch.tensor([0.5], dtype=torch.float64))
+    kernels = KERNELS[-1] and load_kernels(torch.bfloat16, 1, 32)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    tokens, logprobs = sample(logits, SamplingTensors.of([params()], CPU), half, kernels)
     assert tokens.tolist() == [500]
     assert logprobs.item() == pytest.approx(-math.log(1000), abs=1e-6)
 
@@ -314,9 +328,9 @@ def test_many_rows_are_drawn_as_few_are():
         SamplingParams(max_new_tokens=1, temperature=(0.0, 0.7, 1.0)[i % 3], top_p=(1.0, 0.9)[i % 2], top_k=i % 5)
         for i in range(rows)
     ]
-    tokens, logprobs = sample(logits, SamplingTensors.of(params, CPU), uniform)
+    tokens, logprobs = sample(logits, SamplingTensors.of(params, CPU), uniform, KERNELS[-1])
     for i in range(0, rows, 10):
         part = slice(i, i + 10)
-        alone = sample(logits[part], SamplingTensors.of(params[part], CPU), uniform[part])
+        alone = sample(logits[part], SamplingTensors.of(params[part], CPU), uniform[part], KERNELS[-1])
         assert torch.equal(tokens[part], alone[0])
         assert torch.equal(logprobs[part], alone[1])

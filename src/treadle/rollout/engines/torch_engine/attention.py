@@ -6,12 +6,18 @@ key/value head, `P` and `R` tokens of a prompt and of a row, `D` head size.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from treadle.models.attention import LayerAttention, PackedAttention, capped_scores
+from treadle.models.cpu_kernels import CpuKernels, DecodeKernel
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.kv_store import KVStore
+
+READ_BY_ROW = 1 << 14
+"""Tokens of prompts, over all rows, up to which a compiled kernel reads them row by row; above, a matmul for all rows of a prompt is quicker."""
 
 
 class PrefillAttention:
@@ -39,22 +45,30 @@ class DecodeAttention:
     without a row repeat row 0 and are not read back.
 
     A prompt is attended to by itself, and joins the row's softmax as one more score, the log of its sum, whose value is
-    what it came to: exact (FlashAttention, arXiv:2205.14135, section 3.1).
+    what it came to: exact (FlashAttention, arXiv:2205.14135, section 3.1). With `kernels` the rest is one call, and short
+    prompts are part of it.
     """
 
-    def __init__(self, store: KVStore, slots: Tensor, places: Tensor, prefix_lengths: Tensor):
+    def __init__(
+        self, store: KVStore, slots: Tensor, places: Tensor, prefix_lengths: Tensor, kernels: CpuKernels | None = None
+    ):
         store.fit_rows(int(places.max()) + 1)
         self.store = store
         self.slots, self.places = slots, places
         self.num_slots = int(prefix_lengths.shape[0])
         self.prefix_lengths = prefix_lengths
         self._masks: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = {}
-        self._cells_of_rows, self._rows_of_cells = self._grid(store.shape.kv_heads)
-        self._written = store.rows.cells(places)
+        self._kernel = None if kernels is None else DecodeKernel(kernels, places, slots, prefix_lengths)
+        self._reads_prompts = len(slots) * store.prefixes.span <= READ_BY_ROW
 
-    def _grid(self, kv_heads: int) -> tuple[Tensor, Tensor]:
+    @functools.cached_property
+    def _written(self) -> Tensor:
+        return self.store.rows.cells(self.places)
+
+    @functools.cached_property
+    def _grid(self) -> tuple[Tensor, Tensor]:
         """Where in the grid (S, K, M) each (row, head) is, int64 [B·K], and which (row, head) is in each cell [S·K·M]."""
-        device, num_rows = self.slots.device, len(self.slots)
+        device, num_rows, kv_heads = self.slots.device, len(self.slots), self.store.shape.kv_heads
         counts = torch.bincount(self.slots, minlength=self.num_slots)
         width = int(counts.max())
         order = torch.argsort(self.slots, stable=True)
@@ -80,12 +94,12 @@ class DecodeAttention:
             own = r > here
             if window is None:
                 hidden = (p >= lengths[:, None])[:, None, None]
-                width = len(self._rows_of_cells) // (self.num_slots * kv_heads)
+                width = len(self._grid[1]) // (self.num_slots * kv_heads)
                 shape = self.num_slots, 1, width * repeat, len(p)
             else:
                 last = lengths[self.slots][:, None]
                 of_row = (p >= last) | (last + here - p >= window)
-                of_head = of_row.repeat_interleave(kv_heads, 0).index_select(0, self._rows_of_cells)
+                of_head = of_row.repeat_interleave(kv_heads, 0).index_select(0, self._grid[1])
                 hidden = (
                     of_head.view(self.num_slots, kv_heads, -1, 1, len(p)).expand(-1, -1, -1, repeat, -1).flatten(2, 3)
                 )
@@ -101,6 +115,8 @@ class DecodeAttention:
         rows, index = self.store.rows, layer.layer_idx
         num_rows, heads, dim = query.shape
         kv_heads, repeat = key.shape[1], heads // key.shape[1]
+        if self._kernel is not None and layer.softcap is None:
+            return self._by_kernel(self._kernel, (query, key, value), layer)
         rows.write(index, self._written, key, value)
         keys, values = rows.first(index, num_rows)  # [B·K, R, D]
         prompt_mask, row_mask = self._mask(layer, repeat, query.dtype)
@@ -119,11 +135,20 @@ class DecodeAttention:
         out = torch.bmm(shares[..., :-1].to(values.dtype, memory_format=torch.contiguous_format), values)
         return out.addcmul_(of_prompt, shares[..., -1:].to(values.dtype)).view(num_rows, heads, dim)
 
+    def _by_kernel(self, kernel: DecodeKernel, new: tuple[Tensor, Tensor, Tensor], layer: LayerAttention) -> Tensor:
+        known = None
+        if not self._reads_prompts:
+            query, kv_heads = new[0], self.store.shape.kv_heads
+            repeat, dim = query.shape[1] // kv_heads, query.shape[2]
+            known = self._of_prompts(query.reshape(-1, repeat, dim), self._mask(layer, repeat, query.dtype)[0], layer)
+        rows, prompts = (part.layers[layer.layer_idx] for part in (self.store.rows, self.store.prefixes))
+        return kernel.attend(new, (rows[0], rows[1]), (prompts[0], prompts[1]), layer, known)
+
     def _of_prompts(self, query: Tensor, mask: Tensor | None, layer: LayerAttention) -> tuple[Tensor, Tensor]:
         """query [B·K, Q, D] → attention to the prompt alone [B·K, Q, D], and the log of the sum under its softmax, float32 [B·K, Q]."""
         repeat, dim = query.shape[1:]
         prefixes, kv_heads = self.store.prefixes, self.store.shape.kv_heads
-        grid = query.view(len(query), -1).index_select(0, self._rows_of_cells).view(self.num_slots, kv_heads, -1, dim)
+        grid = query.view(len(query), -1).index_select(0, self._grid[1]).view(self.num_slots, kv_heads, -1, dim)
         keys, values = (
             x.view(self.num_slots, kv_heads, -1, dim) for x in prefixes.first(layer.layer_idx, self.num_slots)
         )
@@ -142,4 +167,4 @@ class DecodeAttention:
     def _from_grid(self, grid: Tensor, repeat: int) -> Tensor:
         """Slots side by side [S, K, M·Q, X] → rows [B·K, Q, X]."""
         size = grid.shape[-1]
-        return grid.reshape(-1, repeat * size).index_select(0, self._cells_of_rows).view(-1, repeat, size)
+        return grid.reshape(-1, repeat * size).index_select(0, self._grid[0]).view(-1, repeat, size)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import EngineError
+from treadle.models.cpu_kernels import CpuKernels
 from treadle.types import SamplingParams
 
 BLOCK = 256
@@ -79,18 +80,23 @@ def row_seed(seed: int, index: int) -> int:
     return mixed ^ (mixed >> 32)
 
 
-def sample(logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, settings: SamplingTensors, uniform: Tensor, kernels: CpuKernels | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row: logits [B, V], uniform float64 [B] → (tokens int64 [B], logprobs float32 [B]).
 
     The logprob is that of the distribution drawn from, after temperature and cuts; for a greedy row that of
     temperature 1. Raises `EngineError` for logits that are not finite (−inf at some tokens is fine).
     """
+    if kernels is not None and logits.dtype == kernels.dtype and not settings.cuts:
+        tokens, logprobs, damaged = kernels.draw(logits.contiguous(), settings.temperature, settings.greedy, uniform)
+        _refuse_damaged(damaged, len(logits))
+        return tokens, logprobs
     if logits.device.type != "cpu" or len(logits) <= ROWS_AT_ONCE:
         return _sample(logits, settings, uniform)
     parts = [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(logits), ROWS_AT_ONCE)]
     drawn = [_sample(logits[rows], settings.part(rows), uniform[rows]) for rows in parts]
-    tokens, logprobs = zip(*drawn, strict=True)
-    return torch.cat(tokens), torch.cat(logprobs)
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
 
 
 def _sample(logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,11 +143,7 @@ def _inverse_cdf(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     sums = blocks.sum(dim=-1).double()
     running = sums.cumsum(dim=-1)
     finite = torch.isfinite(running[:, -1])
-    if not bool(finite.all()):
-        raise EngineError(
-            f"the logits of {rows - int(finite.sum())} of {rows} samples are not finite; the weights are damaged or the "
-            "training diverged: lower --lr, or go on from an earlier checkpoint"
-        )
+    _refuse_damaged(rows - int(finite.sum()), rows)
     target = uniform * running[:, -1]
     block = (running <= target[:, None]).sum(dim=-1).clamp_(max=sums.shape[1] - 1)
     block = _last_positive(sums, block)
@@ -149,6 +151,14 @@ def _inverse_cdf(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     rest = target - (running.gather(1, block[:, None]) - sums.gather(1, block[:, None]))[:, 0]
     offset = (inside.cumsum(dim=-1) <= rest[:, None]).sum(dim=-1).clamp_(max=BLOCK - 1)
     return block * BLOCK + _last_positive(inside, offset), running[:, -1]
+
+
+def _refuse_damaged(damaged: int, rows: int) -> None:
+    if damaged:
+        raise EngineError(
+            f"the logits of {damaged} of {rows} samples are not finite; the weights are damaged or the "
+            "training diverged: lower --lr, or go on from an earlier checkpoint"
+        )
 
 
 def _last_positive(weights: Tensor, index: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ class Scheduler:
         places = torch.tensor([len(row.token_ids) - 1 for row in self.rows], device=self.device)
         prefix_lengths = torch.tensor([len(r.token_ids) for r in self.slots], device=self.device)
         tokens = torch.tensor([row.token_ids[-1] for row in self.rows], device=self.device)
-        plan = DecodeAttention(self.store, slots, places, prefix_lengths)
+        plan = DecodeAttention(self.store, slots, places, prefix_lengths, self.inference.kernels)
         hidden = self.inference.hidden_states(tokens, prefix_lengths[slots] + places, plan)
         return self._take_tokens(self.inference.logits(hidden), range(len(self.rows)))
 
@@ -244,7 +244,7 @@ class Scheduler:
         self._settings = settings if everyone else None
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         uniform = uniforms(seeds, np.array([len(row.token_ids) for row in rows]))
-        tokens, logprobs = sample(logits, settings, torch.from_numpy(uniform).to(self.device))
+        tokens, logprobs = sample(logits, settings, torch.from_numpy(uniform).to(self.device), self.inference.kernels)
         ended: list[tuple[int, Status, str]] = []
         for i, row, token, logprob in zip(indices, rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.token_ids.append(token)

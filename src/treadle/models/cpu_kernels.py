@@ -1,0 +1,198 @@
+"""What an engine's decode step does besides its matmuls, compiled for this processor: norms, positions, gate, attention.
+
+For a few rows each of torch's operations costs more than its arithmetic, and attention takes twenty of them a layer;
+here each is one call of cpu_kernels.cpp. A C++ compiler makes them in a second, once per machine; where there is none, or
+a model's sizes don't fit, whoever asks gets None and goes the plain way. Tests hold one against the other.
+
+Axis letters: `N` rows, `D` hidden size, `F` units of the MLP, `H` query heads, `K` key/value heads, `Q` query heads per
+key/value head, `E` head size, `T` tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from treadle.models.attention import LayerAttention, Pair
+from treadle.models.bundled import cache_folder
+from treadle.models.load import kv_heads_of
+from treadle.one_pass import cpp_compiler
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-Wno-psabi")
+COMPILE_SECONDS = 120.0
+LANES = 16
+DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+
+
+class CpuKernels:
+    """The compiled functions, for tensors of one dtype in rows that are dense, unless a stride from row to row is allowed."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
+        self.library, self.dtype = library, dtype
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.rms_norm.argtypes = [pointer] * 3 + [number] * 3 + [ctypes.c_float]
+        library.silu_times.argtypes = [pointer] * 2 + [number] * 2
+        library.rotate.argtypes = [pointer] * 4 + [number] * 4
+        library.attend.argtypes = [pointer]
+        library.draw.argtypes, library.draw.restype = [pointer] * 6 + [number] * 2, number
+        for function in (library.rms_norm, library.silu_times, library.rotate, library.attend):
+            function.restype = None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [N, D] with any stride, weight float32 [D] → `x · weight / √(mean(x²) + eps)` [N, D]."""
+        rows, size = x.shape
+        out = x.new_empty(rows, size)
+        self.library.rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, size, x.stride(0), eps)
+        return out
+
+    def silu_times(self, gate_up: Tensor) -> Tensor:
+        """Gate and up side by side [N, 2·F] → silu(gate) · up [N, F]."""
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        self.library.silu_times(out.data_ptr(), gate_up.data_ptr(), rows, size)
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [N, H, E] with any stride from row to row; cos and sin [N, 1, E] as `signed_halves` gives them → [N, H, E]."""
+        out = x.new_empty(x.shape)
+        self.library.rotate(out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *x.shape, x.stride(0))
+        return out
+
+    def draw(self, logits: Tensor, temperature: Tensor, greedy: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, int]:
+        """One token a row by inverse CDF.
+
+        Args:
+            logits: [N, V], dense.
+            temperature: float32 [N], more than 0, of greedy rows 1.
+            greedy: bool [N], rows that take the best token.
+            uniform: float64 [N] in [0, 1).
+
+        Returns:
+            tokens int64 [N], their logprobs float32 [N], and how many rows are not finite.
+        """
+        rows, vocab = logits.shape
+        tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        given = (x.data_ptr() for x in (tokens, logprobs, logits, temperature, greedy, uniform))
+        return tokens, logprobs, self.library.draw(*given, rows, vocab)
+
+
+class _Decode(ctypes.Structure):
+    """`Decode` of cpu_kernels.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "row_keys", "row_values")),
+        *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values", "of_prompt", "prompt_totals")),
+        *((name, ctypes.c_void_p) for name in ("out", "places", "slots", "prompt_lengths")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride", "row_span", "prompt_span")),
+        *((name, ctypes.c_int64) for name in ("rows", "kv_heads", "window")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class DecodeKernel:
+    """The attention of one decode step: row i's new token goes to `places[i]`, its prompt is `slots[i]`, of `prompt_lengths[slots[i]]` tokens."""
+
+    def __init__(self, kernels: CpuKernels, places: Tensor, slots: Tensor, prompt_lengths: Tensor):
+        self._attend = kernels.library.attend
+        self._kept = places, slots, prompt_lengths
+        places_at, slots_at, lengths_at = (x.data_ptr() for x in self._kept)
+        self._decode = _Decode(places=places_at, slots=slots_at, prompt_lengths=lengths_at, rows=len(places))
+
+    def attend(
+        self, new: tuple[Tensor, Tensor, Tensor], rows: Pair, prompts: Pair, layer: LayerAttention, known: Pair | None
+    ) -> Tensor:
+        """Keep the new tokens' keys and values, then attend to prompt and row → [N, H, E].
+
+        Args:
+            new: query [N, H, E], key and value [N, K, E], each with any stride from row to row.
+            rows: keys and values [≥ N, K, T, E], written to.
+            prompts: keys and values [slots, K, T, E].
+            known: what the prompts came to [N, H, E] and the log of the sum of their softmax, float32 [N, H], where that
+                was computed before; the prompts are not read then.
+        """
+        query, key, value = new
+        out = query.new_empty(query.shape)
+        decode = self._decode
+        decode.query, decode.key, decode.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        decode.query_stride, decode.key_stride, decode.value_stride = query.stride(0), key.stride(0), value.stride(0)
+        decode.row_keys, decode.row_values = rows[0].data_ptr(), rows[1].data_ptr()
+        decode.prompt_keys, decode.prompt_values = prompts[0].data_ptr(), prompts[1].data_ptr()
+        decode.of_prompt, decode.prompt_totals = (None, None) if known is None else (x.data_ptr() for x in known)
+        decode.row_span, decode.prompt_span = rows[0].shape[2], prompts[0].shape[2]
+        decode.out, decode.kv_heads = out.data_ptr(), key.shape[1]
+        decode.window, decode.scale = layer.sliding_window or 0, layer.scaling
+        self._attend(ctypes.byref(decode))
+        return out
+
+
+def cpu_kernels(config: PretrainedConfig, dtype: torch.dtype) -> CpuKernels | None:
+    """The kernels for a model's sizes, or None where there is no compiler or a size does not fit."""
+    heads, (kv_heads, head_size) = config.num_attention_heads, kv_heads_of(config)
+    fits = head_size % (2 * LANES) == 0 and config.hidden_size % LANES == 0 and config.intermediate_size % LANES == 0
+    if not fits or dtype not in DTYPES or heads % kv_heads:
+        return None
+    return load_kernels(dtype, heads // kv_heads, head_size)
+
+
+@functools.cache
+def load_kernels(dtype: torch.dtype, heads_per_kv_head: int, head_size: int) -> CpuKernels | None:
+    """The kernels for a shape of heads, head_size a multiple of 32; compiled where the cache has none."""
+    compiler = cpp_compiler()
+    if compiler is None:
+        return None
+    sizes = f"-DDTYPE={DTYPES[dtype]}", f"-DHEADS_PER_KV_HEAD={heads_per_kv_head}", f"-DHEAD_SIZE={head_size}"
+    try:
+        return CpuKernels(ctypes.CDLL(str(_compiled([compiler, *FLAGS, *sizes]))), dtype)
+    except OSError as error:
+        warnings.warn(f"could not compile {SOURCE.name}, generating without it, slower: {error}", stacklevel=2)
+        return None
+
+
+def _compiled(command: list[str]) -> Path:
+    """The library that a command makes of the source, from the cache where it is there already."""
+    made_of = "\n".join([*command, _run([command[0], "--version"]), _processor(), SOURCE.read_text()])
+    library = cache_folder() / "kernels" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:20]}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            new = Path(folder) / "new.so"
+            _run([*command, str(SOURCE), "-o", str(new)])
+            os.replace(new, library)  # whole or not at all: other processes may look for it
+    return library
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints. Raises OSError where it fails or takes too long."""
+    with tempfile.TemporaryFile() as file:  # a pipe would be waited for until its children are gone too
+        try:
+            code = subprocess.run(command, stdout=file, stderr=file, timeout=COMPILE_SECONDS).returncode
+        except subprocess.TimeoutExpired:
+            raise OSError(f"{command[0]} did not end within {COMPILE_SECONDS:.0f} s") from None
+        file.seek(0)
+        said = file.read().decode(errors="replace")
+    if code:
+        raise OSError(f"{command[0]} ended with {code}: {said[:300]}")
+    return said
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a cache may be shared by machines."""
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.is_file() else []
+    known = [line for line in lines if line.startswith(("flags", "Features", "model name"))][:2]
+    return "\n".join([platform.machine(), platform.processor(), *known])
