@@ -10,6 +10,11 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__AVX512BF16__) && ITEM_SIZE == 2
+#include <immintrin.h>
+#define HAS_DOT
+#endif
+
 using i64 = int64_t;
 using Floats = float __attribute__((vector_size(64)));
 using Words = uint32_t __attribute__((vector_size(64)));
@@ -113,47 +118,59 @@ static Floats softmax(float* scores, i64 count) {
   return sum;
 }
 
-// x w / sqrt(mean(x^2) + eps); x [N, D] with `stride` numbers from row to row.
+static inline Floats rounded(Floats x) {
+  T kept[LANES];
+  store(kept, x);
+  return load(kept);
+}
+
+// x w / sqrt(mean(x^2) + eps) of one row.
+template <typename Out>
+static void norm_row(Out* out, const T* x, const float* weight, i64 size, float eps) {
+  Floats squares{};
+  for (i64 i = 0; i < size; i += LANES) {
+    const Floats part = load(x + i);
+    squares += part * part;
+  }
+  const float inverse = 1.0f / __builtin_sqrtf(total(squares) / size + eps);
+  for (i64 i = 0; i < size; i += LANES) store(out + i, rounded(load(x + i) * inverse * load(weight + i)));
+}
+
+static inline Floats silu(Floats x) {
+  const Floats small = exp2((x > 0 ? -x : x) * LOG2_E);
+  return x * ((x > 0 ? Floats{} + 1.0f : small) / (1.0f + small));
+}
+
+// Rotary positions of one head; cos and sin [E], the first half of sin negated.
+static void rotate_head(T* out, const T* x, const T* cos, const T* sin) {
+  for (i64 i = 0; i < E / 2; i += LANES) {
+    const i64 j = i + E / 2;
+    const Floats one = load(x + i), other = load(x + j);
+    store(out + i, one * load(cos + i) + other * load(sin + i));
+    store(out + j, other * load(cos + j) + one * load(sin + j));
+  }
+}
+
+// x [N, D] with `stride` numbers from row to row.
 extern "C" void rms_norm(T* out, const T* x, const float* weight, i64 rows, i64 size, i64 stride, float eps) {
 #pragma omp parallel for if (rows * size >= WORTH_A_THREAD)
-  for (i64 n = 0; n < rows; n++) {
-    const T* from = x + n * stride;
-    T* to = out + n * size;
-    Floats squares{};
-    for (i64 i = 0; i < size; i += LANES) {
-      const Floats part = load(from + i);
-      squares += part * part;
-    }
-    const float inverse = 1.0f / __builtin_sqrtf(total(squares) / size + eps);
-    for (i64 i = 0; i < size; i += LANES) store(to + i, load(from + i) * inverse * load(weight + i));
-  }
+  for (i64 n = 0; n < rows; n++) norm_row(out + n * size, x + n * stride, weight, size, eps);
 }
 
 // silu(gate) up; both side by side in x [N, 2F].
 extern "C" void silu_times(T* out, const T* x, i64 rows, i64 size) {
 #pragma omp parallel for if (rows * size >= WORTH_A_THREAD)
-  for (i64 n = 0; n < rows; n++) {
-    const T *gate = x + 2 * n * size, *up = gate + size;
-    for (i64 i = 0; i < size; i += LANES) {
-      const Floats gated = load(gate + i), small = exp2((gated > 0 ? -gated : gated) * LOG2_E);
-      store(out + n * size + i, gated * ((gated > 0 ? Floats{} + 1.0f : small) / (1.0f + small)) * load(up + i));
-    }
-  }
+  for (i64 n = 0; n < rows; n++)
+    for (i64 i = 0; i < size; i += LANES)
+      store(out + n * size + i, silu(load(x + 2 * n * size + i)) * load(x + (2 * n + 1) * size + i));
 }
 
-// Rotary positions: x [N, heads, E] with `stride` from row to row; cos and sin [N, E], the first half of sin negated.
-extern "C" void rotate(T* out, const T* x, const T* cos, const T* sin, i64 rows, i64 heads, i64 size, i64 stride) {
-#pragma omp parallel for if (rows * heads * size >= WORTH_A_THREAD)
-  for (i64 n = 0; n < rows; n++) {
-    for (i64 h = 0; h < heads; h++) {
-      const T* from = x + n * stride + h * size;
-      T* to = out + (n * heads + h) * size;
-      for (i64 i = 0; i < size; i += LANES) {
-        const i64 other = i < size / 2 ? i + size / 2 : i - size / 2;
-        store(to + i, load(from + i) * load(cos + n * size + i) + load(from + other) * load(sin + n * size + i));
-      }
-    }
-  }
+// x [N, heads, E] with `stride` from row to row; cos and sin [N, E].
+extern "C" void rotate(T* out, const T* x, const T* cos, const T* sin, i64 rows, i64 heads, i64 stride) {
+#pragma omp parallel for if (rows * heads * E >= WORTH_A_THREAD)
+  for (i64 n = 0; n < rows; n++)
+    for (i64 h = 0; h < heads; h++)
+      rotate_head(out + (n * heads + h) * E, x + n * stride + h * E, cos + n * E, sin + n * E);
 }
 
 // One new token for each of N rows. Mirrored field by field in cpu_kernels.py.
@@ -256,6 +273,140 @@ extern "C" void attend(const Decode* given) {
         const More more = is_known ? More{d.of_prompt + head * Q * E, d.prompt_totals + head * Q} : More{};
         attend_one(d.out + head * Q * E, d.query + n * d.query_stride + k * Q * E, prompt, row, more, d.scale, scores);
       }
+    }
+  }
+}
+
+// Few rows: a matmul is reading its weights. Each thread reads its share of them, 4 outputs at a time, as they lie in the
+// module, and asks for what it needs next.
+
+#ifdef HAS_DOT
+using Input = T;  // two neighbouring products at a time, as they lie in memory
+constexpr i64 CHUNK = 2 * LANES;
+using Chunk = __m512bh;
+static inline Chunk chunk(const T* p) { return (Chunk)_mm512_loadu_si512(p); }
+static inline Floats plus_products(Floats sum, Chunk x, Chunk y) { return (Floats)_mm512_dpbf16_ps((__m512)sum, x, y); }
+#else
+using Input = float;
+constexpr i64 CHUNK = LANES;
+using Chunk = Floats;
+template <typename Number>
+static inline Chunk chunk(const Number* p) { return load(p); }
+static inline Floats plus_products(Floats sum, Chunk x, Chunk y) { return sum + x * y; }
+#endif
+
+constexpr i64 MOST_ROWS = 8, AT_ONCE = 4, AHEAD = 8192 / sizeof(T);
+
+// x [M, size] times 4 rows of weights.
+template <int M>
+static void products_of(Four* out, const Input* x, const T* weight, i64 size) {
+  Floats sums[M][AT_ONCE] = {};
+  for (i64 i = 0; i < size; i += CHUNK) {
+    Chunk w[AT_ONCE];
+    for (i64 a = 0; a < AT_ONCE; a++) {
+      __builtin_prefetch(weight + a * size + i + AHEAD, 0, 2);
+      w[a] = chunk(weight + a * size + i);
+    }
+    for (i64 m = 0; m < M; m++) {
+      const Chunk part = chunk(x + m * size + i);
+      for (i64 a = 0; a < AT_ONCE; a++) sums[m][a] = plus_products(sums[m][a], w[a], part);
+    }
+  }
+  for (i64 m = 0; m < M; m++) out[m] = totals(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+}
+
+struct Linear {
+  const T *weight, *bias;  // [outputs, inputs], [outputs] or null
+};
+
+// LANES outputs from `first` on, of each row: x [N, size].
+static void products(Floats* out, const Input* x, Linear linear, i64 first, i64 rows, i64 size) {
+  for (i64 a = 0; a < LANES; a += AT_ONCE) {
+    const T* weight = linear.weight + (first + a) * size;
+    Four found[MOST_ROWS];
+    switch (rows) {
+      case 1: products_of<1>(found, x, weight, size); break;
+      case 2: products_of<2>(found, x, weight, size); break;
+      case 3: products_of<3>(found, x, weight, size); break;
+      case 4: products_of<4>(found, x, weight, size); break;
+      case 5: products_of<5>(found, x, weight, size); break;
+      case 6: products_of<6>(found, x, weight, size); break;
+      case 7: products_of<7>(found, x, weight, size); break;
+      case 8: products_of<8>(found, x, weight, size); break;
+    }
+    for (i64 n = 0; n < rows; n++) memcpy((float*)(out + n) + a, found + n, sizeof(Four));
+  }
+  if (linear.bias)
+    for (i64 n = 0; n < rows; n++) out[n] += load(linear.bias + first);
+}
+
+// A decoder layer. Mirrored field by field in cpu_kernels.py.
+struct Layer {
+  Linear query, key, value, out, gate, up, down;
+  const float *norm_in, *norm_mlp, *norm_query, *norm_key;  // the last two [E], or null
+  i64 size, heads, kv_heads, units;                         // D, K Q, K, F
+  float eps, eps_query, eps_key;
+};
+
+// x [N, D] → queries, keys and values [N, H + 2K, E] of the layer, positions applied; cos and sin [N, E].
+extern "C" void project(T* out, const Layer* layer, const T* x, const T* cos, const T* sin, i64 rows) {
+  const Layer& l = *layer;
+  const i64 heads = l.heads + 2 * l.kv_heads;
+#pragma omp parallel
+  {
+    static thread_local std::vector<Input> normed;
+    normed.resize(rows * l.size);
+    for (i64 n = 0; n < rows; n++) norm_row(&normed[n * l.size], x + n * l.size, l.norm_in, l.size, l.eps);
+#pragma omp for
+    for (i64 o = 0; o < heads * E; o += LANES) {
+      const i64 first_key = l.heads * E, first_value = first_key + l.kv_heads * E;
+      const Linear linear = o < first_key ? l.query : o < first_value ? l.key : l.value;
+      Floats found[MOST_ROWS];
+      products(found, normed.data(), linear, o - (o < first_key ? 0 : o < first_value ? first_key : first_value), rows, l.size);
+      for (i64 n = 0; n < rows; n++) store(out + n * heads * E + o, found[n]);
+    }
+#pragma omp for
+    for (i64 n = 0; n < rows; n++)
+      for (i64 h = 0; h < l.heads + l.kv_heads; h++) {
+        const bool is_query = h < l.heads;
+        const float* norm = is_query ? l.norm_query : l.norm_key;
+        T* head = out + (n * heads + h) * E;
+        if (norm) norm_row(head, head, norm, E, is_query ? l.eps_query : l.eps_key);
+        rotate_head(head, head, cos + n * E, sin + n * E);
+      }
+  }
+}
+
+// What follows attention: x [N, D] and what was attended to [N, H, E] → the layer's output [N, D].
+extern "C" void finish(T* out, const Layer* layer, const T* x, const T* attended, i64 rows) {
+  const Layer& l = *layer;
+  static thread_local std::vector<Input> kept;
+  kept.resize(rows * l.units);
+  Input* gated = kept.data();
+#pragma omp parallel
+  {
+    static thread_local std::vector<Input> own;
+    Floats found[MOST_ROWS], other[MOST_ROWS];
+    own.resize(rows * l.heads * E);
+    for (i64 i = 0; i < rows * l.heads * E; i += LANES) store(&own[i], load(attended + i));
+#pragma omp for
+    for (i64 o = 0; o < l.size; o += LANES) {
+      products(found, own.data(), l.out, o, rows, l.heads * E);
+      for (i64 n = 0; n < rows; n++) store(out + n * l.size + o, found[n] + load(x + n * l.size + o));
+    }
+    own.resize(rows * l.size);
+    for (i64 n = 0; n < rows; n++) norm_row(&own[n * l.size], out + n * l.size, l.norm_mlp, l.size, l.eps);
+#pragma omp for
+    for (i64 o = 0; o < l.units; o += LANES) {
+      products(found, own.data(), l.gate, o, rows, l.size);
+      products(other, own.data(), l.up, o, rows, l.size);
+      for (i64 n = 0; n < rows; n++)
+        store(gated + n * l.units + o, rounded(silu(rounded(found[n])) * rounded(other[n])));
+    }
+#pragma omp for
+    for (i64 o = 0; o < l.size; o += LANES) {
+      products(found, gated, l.down, o, rows, l.units);
+      for (i64 n = 0; n < rows; n++) store(out + n * l.size + o, found[n] + load(out + n * l.size + o));
     }
   }
 }

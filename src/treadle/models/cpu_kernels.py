@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-Wno-psabi")
 COMPILE_SECONDS = 120.0
-LANES = 16
+CHUNK = 32
+"""Sizes are multiples of it."""
+MOST_ROWS = 8
+"""Up to as many rows, reading a layer's weights takes longer than computing with them; `project` and `finish` are for these."""
 DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 
@@ -47,11 +50,13 @@ class CpuKernels:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.rms_norm.argtypes = [pointer] * 3 + [number] * 3 + [ctypes.c_float]
         library.silu_times.argtypes = [pointer] * 2 + [number] * 2
-        library.rotate.argtypes = [pointer] * 4 + [number] * 4
+        library.rotate.argtypes = [pointer] * 4 + [number] * 3
+        library.project.argtypes = [pointer] * 5 + [number]
+        library.finish.argtypes = [pointer] * 4 + [number]
         library.attend.argtypes = [pointer]
         library.draw.argtypes, library.draw.restype = [pointer] * 6 + [number] * 2, number
-        for function in (library.rms_norm, library.silu_times, library.rotate, library.attend):
-            function.restype = None
+        for name in ("rms_norm", "silu_times", "rotate", "project", "finish", "attend"):
+            getattr(library, name).restype = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [N, D] with any stride, weight float32 [D] → `x · weight / √(mean(x²) + eps)` [N, D]."""
@@ -70,7 +75,21 @@ class CpuKernels:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [N, H, E] with any stride from row to row; cos and sin [N, 1, E] as `signed_halves` gives them → [N, H, E]."""
         out = x.new_empty(x.shape)
-        self.library.rotate(out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *x.shape, x.stride(0))
+        rows, heads, _ = x.shape
+        self.library.rotate(out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, x.stride(0))
+        return out
+
+    def project(self, layer: LayerKernel, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norm, projections and positions of at most `MOST_ROWS` rows x [N, D]: queries, keys and values [N, H + 2·K, E]."""
+        out = x.new_empty(len(x), layer.heads, layer.head_size)
+        given = (y.data_ptr() for y in (x, cos, sin))
+        self.library.project(out.data_ptr(), layer.address, *given, len(x))
+        return out
+
+    def finish(self, layer: LayerKernel, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention: x [N, D] and what was attended to [N, H, E] → the layer's output [N, D]."""
+        out = x.new_empty(x.shape)
+        self.library.finish(out.data_ptr(), layer.address, x.data_ptr(), attended.data_ptr(), len(x))
         return out
 
     def draw(self, logits: Tensor, temperature: Tensor, greedy: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -89,6 +108,56 @@ class CpuKernels:
         tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         given = (x.data_ptr() for x in (tokens, logprobs, logits, temperature, greedy, uniform))
         return tokens, logprobs, self.library.draw(*given, rows, vocab)
+
+
+class _Linear(ctypes.Structure):
+    """`Linear` of cpu_kernels.cpp."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of cpu_kernels.cpp."""
+
+    _fields_ = (
+        *((name, _Linear) for name in ("query", "key", "value", "out", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "norm_query", "norm_key")),
+        *((name, ctypes.c_int64) for name in ("size", "heads", "kv_heads", "units")),
+        *((name, ctypes.c_float) for name in ("eps", "eps_query", "eps_key")),
+    )
+
+
+class LayerKernel:
+    """The weights of a decoder layer, as they lie in its module, for `project` and `finish`."""
+
+    def __init__(self, layer: Any):
+        attention, mlp = layer.self_attn, layer.mlp
+        self._kept: list[Tensor] = []
+        self.head_size = attention.head_dim
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        outs = [part.weight.shape[0] // self.head_size for part in projections]
+        self.heads = sum(outs)
+        of_heads = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else [None, None]
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, *of_heads]
+        linears = *projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self._layer = _Layer(
+            *(_Linear(self._at(part.weight), self._at(part.bias)) for part in linears),
+            *(None if norm is None else self._at(norm.weight, torch.float32) for norm in norms),
+            mlp.down_proj.weight.shape[0],
+            outs[0],
+            outs[1],
+            mlp.down_proj.weight.shape[1],
+            norms[0].variance_epsilon,
+            *(0.0 if norm is None else norm.variance_epsilon for norm in of_heads),
+        )
+        self.address = ctypes.addressof(self._layer)
+
+    def _at(self, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
+        """Where a tensor lies; it is kept from being freed."""
+        if tensor is None:
+            return None
+        self._kept.append(tensor.detach().to(dtype or tensor.dtype).contiguous())
+        return self._kept[-1].data_ptr()
 
 
 class _Decode(ctypes.Structure):
@@ -143,7 +212,7 @@ class DecodeKernel:
 def cpu_kernels(config: PretrainedConfig, dtype: torch.dtype) -> CpuKernels | None:
     """The kernels for a model's sizes, or None where there is no compiler or a size does not fit."""
     heads, (kv_heads, head_size) = config.num_attention_heads, kv_heads_of(config)
-    fits = head_size % (2 * LANES) == 0 and config.hidden_size % LANES == 0 and config.intermediate_size % LANES == 0
+    fits = all(size % CHUNK == 0 for size in (head_size, config.hidden_size, config.intermediate_size))
     if not fits or dtype not in DTYPES or heads % kv_heads:
         return None
     return load_kernels(dtype, heads // kv_heads, head_size)
@@ -155,7 +224,12 @@ def load_kernels(dtype: torch.dtype, heads_per_kv_head: int, head_size: int) -> 
     compiler = cpp_compiler()
     if compiler is None:
         return None
-    sizes = f"-DDTYPE={DTYPES[dtype]}", f"-DHEADS_PER_KV_HEAD={heads_per_kv_head}", f"-DHEAD_SIZE={head_size}"
+    sizes = (
+        f"-DDTYPE={DTYPES[dtype]}",
+        f"-DHEADS_PER_KV_HEAD={heads_per_kv_head}",
+        f"-DHEAD_SIZE={head_size}",
+        f"-DITEM_SIZE={dtype.itemsize}",
+    )
     try:
         return CpuKernels(ctypes.CDLL(str(_compiled([compiler, *FLAGS, *sizes]))), dtype)
     except OSError as error:

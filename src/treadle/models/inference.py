@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttention
-from treadle.models.cpu_kernels import CpuKernels, cpu_kernels
+from treadle.models.cpu_kernels import MOST_ROWS, CpuKernels, LayerKernel, cpu_kernels
 from treadle.models.forward import Head, head_of, hidden_states
 from treadle.models.fused import FUSED_MODEL_TYPES, layer_attention, rotate, signed_halves
 from treadle.models.layout import Family, PackedLayout
@@ -157,6 +157,7 @@ class _Layer:
     norm_mlp: _Norm
     gate_up: _Linear
     down: _Linear
+    kernel: LayerKernel | None  # for few rows
 
     @classmethod
     def of(cls, layer: Any, kernels: CpuKernels | None) -> _Layer:
@@ -171,6 +172,7 @@ class _Layer:
             _Norm(layer.post_attention_layernorm, kernels),
             _Linear(mlp.gate_proj, mlp.up_proj),
             _Linear(mlp.down_proj),
+            None if kernels is None else LayerKernel(layer),
         )
 
 
@@ -183,6 +185,7 @@ class FusedInference:
         config = model.config
         self.kernels = cpu_kernels(config, model.get_input_embeddings().weight.dtype)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._split = [self._heads, self._kv_heads, self._kv_heads]
         self._layers: Sequence[_Layer] = ()
         self._norm: _Norm | None = None
         self._head: tuple[Head, _Linear] | None = None
@@ -204,6 +207,11 @@ class FusedInference:
         cos, sin = body.rotary_emb(x, position_ids=position_ids.unsqueeze(0))
         cos, sin = signed_halves(cos, sin)
         for layer in self._layers:
+            if self.kernels is not None and layer.kernel is not None and len(x) <= MOST_ROWS:
+                heads = self.kernels.project(layer.kernel, x, cos, sin)
+                attended = plan.attend(*heads.split(self._split, dim=1), layer.attention)
+                x = self.kernels.finish(layer.kernel, x, attended)
+                continue
             query, key, value = self._heads_of(layer, layer.qkv(layer.norm_in(x)), cos, sin)
             attended = plan.attend(query, key, value, layer.attention)
             x = layer.out.plus(attended.flatten(1), x)

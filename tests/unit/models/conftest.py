@@ -34,6 +34,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Config",
         {**COMMON, "num_key_value_heads": 1, "hidden_size": 256, "initializer_range": 0.05},
     ),
+    "llama, heads of 32, biases": (
+        "LlamaConfig",
+        {
+            **COMMON,
+            "hidden_size": 96,
+            "head_dim": 32,
+            "num_attention_heads": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "mistral, sliding window": ("MistralConfig", {**WIDE, "sliding_window": 4}),
     "gemma2, soft caps": (
         "Gemma2Config",

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from treadle.models.attention import PackedAttention
+from treadle.models.cpu_kernels import MOST_ROWS
 from treadle.models.inference import FusedInference, PlainInference, can_fuse, inference_model
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import load_model
 from treadle.one_pass import cpp_compiler
 
-WITH_KERNELS = ["qwen3, heads of 32", "qwen2, heads of 64"]
+WITH_KERNELS = ["qwen3, heads of 32", "qwen2, heads of 64", "llama, heads of 32, biases"]
 FUSED = [
     "llama",
     "llama, a key head for each query head, biases",
@@ -28,9 +29,9 @@ def load(folder, dtype=torch.float32):
 
 
 @torch.no_grad()
-def logits_of(inference) -> torch.Tensor:
-    hidden = inference.hidden_states(TOKENS, ROW.position_ids, PackedAttention(ROW))
-    return inference.logits(hidden)
+def logits_of(inference, layout: PackedLayout = ROW) -> torch.Tensor:
+    tokens = TOKENS[: layout.num_tokens]
+    return inference.logits(inference.hidden_states(tokens, layout.position_ids, PackedAttention(layout)))
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -55,6 +56,23 @@ def test_fused_logits_in_bfloat16_are_no_further_from_exact_than_the_modules(mak
     fused = FusedInference(model)
     fused.refresh()
     assert distance(logits_of(fused), exact) <= 1.3 * distance(logits_of(PlainInference(model)), exact)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_few_rows_have_a_way_of_their_own(make_folder, name, rows):
+    folder, layout = make_folder(name), PackedLayout.of_lengths([rows])
+    model = load(folder)
+    fused = FusedInference(model)
+    fused.refresh()
+    exact = logits_of(PlainInference(model), layout)
+    torch.testing.assert_close(logits_of(fused, layout), exact, atol=2e-5, rtol=2e-5)
+
+    model = load(folder, torch.bfloat16)
+    fused = FusedInference(model)
+    fused.refresh()
+    gaps = (distance(logits_of(part, layout), exact) for part in (fused, PlainInference(model)))
+    assert next(gaps) <= 2 * next(gaps)  # of few numbers
 
 
 @pytest.mark.parametrize("name", PLAIN)
