@@ -1,9 +1,10 @@
 """The forward pass an engine runs: the same numbers as training's, with fewer and larger operations.
 
 `plain` is the Hugging Face module as it is. `fused` reads its weights and computes a decoder layer itself: one
-matmul for queries, keys and values, one for gate and up, the residual inside the matmuls that it is added to, weights laid
-out once per version as the CPU's matmul wants them, and what is between matmuls by `CpuKernels` where they can be had. It exists for architectures whose layer it knows, is checked
-against the module when it is built, and tests hold one against the other.
+matmul for queries, keys and values, one for gate and up, the residual inside the matmuls that it is added to, weights
+laid out once per version as the CPU's matmul wants them. What is between matmuls, and for a few rows the matmuls too, are
+`CpuKernels` where they can be had. It exists for architectures whose layer it knows, is checked against the module when
+it is built, and tests hold one against the other.
 
 Axis letters: `N` tokens, `D` hidden size, `H` query heads, `K` key/value heads, `E` head size.
 """
