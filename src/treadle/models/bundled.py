@@ -43,8 +43,10 @@ BUNDLED = {
 
 def cache_folder() -> Path:
     """`$TREADLE_CACHE`, or `treadle` in the user's cache folder."""
-    named = os.environ.get("TREADLE_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "treadle"
+    named, of_user = os.environ.get("TREADLE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if named:
+        return Path(named)
+    return (Path(of_user) if of_user else Path.home() / ".cache") / "treadle"
 
 
 def resolve(name_or_path: str, fetch_missing: bool = True) -> str:

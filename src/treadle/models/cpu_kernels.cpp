@@ -72,14 +72,20 @@ static inline float total(Floats x) {
   return (quarter[0][0] + quarter[0][2]) + (quarter[0][1] + quarter[0][3]);
 }
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (Words){__VA_ARGS__})
+#endif
+
 // The totals of four.
 static inline Four totals(Floats a, Floats b, Floats c, Floats d) {
-  const Floats ab = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                    __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-  const Floats cd = __builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                    __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-  const Floats all = __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                     __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  const Floats ab = PICK(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+                    PICK(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  const Floats cd = PICK(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+                    PICK(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  const Floats all = PICK(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                     PICK(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
   Four part[4];
   memcpy(part, &all, sizeof part);
   return (part[0] + part[2]) + (part[1] + part[3]);
@@ -345,7 +351,7 @@ struct Layer {
   Linear query, key, value, out, gate, up, down;
   const float *norm_in, *norm_mlp, *norm_query, *norm_key;  // the last two [E], or null
   i64 size, heads, kv_heads, units;                         // D, K Q, K, F
-  float eps, eps_query, eps_key;
+  float eps_in, eps_mlp, eps_query, eps_key;
 };
 
 // x [N, D] → queries, keys and values [N, H + 2K, E] of the layer, positions applied; cos and sin [N, E].
@@ -356,7 +362,7 @@ extern "C" void project(T* out, const Layer* layer, const T* x, const T* cos, co
   {
     static thread_local std::vector<Input> normed;
     normed.resize(rows * l.size);
-    for (i64 n = 0; n < rows; n++) norm_row(&normed[n * l.size], x + n * l.size, l.norm_in, l.size, l.eps);
+    for (i64 n = 0; n < rows; n++) norm_row(&normed[n * l.size], x + n * l.size, l.norm_in, l.size, l.eps_in);
 #pragma omp for
     for (i64 o = 0; o < heads * E; o += LANES) {
       const i64 first_key = l.heads * E, first_value = first_key + l.kv_heads * E;
@@ -395,7 +401,7 @@ extern "C" void finish(T* out, const Layer* layer, const T* x, const T* attended
       for (i64 n = 0; n < rows; n++) store(out + n * l.size + o, found[n] + load(x + n * l.size + o));
     }
     own.resize(rows * l.size);
-    for (i64 n = 0; n < rows; n++) norm_row(&own[n * l.size], out + n * l.size, l.norm_mlp, l.size, l.eps);
+    for (i64 n = 0; n < rows; n++) norm_row(&own[n * l.size], out + n * l.size, l.norm_mlp, l.size, l.eps_mlp);
 #pragma omp for
     for (i64 o = 0; o < l.units; o += LANES) {
       products(found, own.data(), l.gate, o, rows, l.size);

@@ -1,8 +1,9 @@
 """What an engine's decode step does besides its matmuls, compiled for this processor: norms, positions, gate, attention.
 
 For a few rows each of torch's operations costs more than its arithmetic, and attention takes twenty of them a layer;
-here each is one call of cpu_kernels.cpp. A C++ compiler makes them in a second, once per machine; where there is none, or
-a model's sizes don't fit, whoever asks gets None and goes the plain way. Tests hold one against the other.
+here each is one call of cpu_kernels.cpp. GCC makes them in a second, once per machine (another compiler's OpenMP would be a
+second one beside torch's); where there is none, or a model's sizes don't fit, whoever asks gets None and goes the plain
+way. Tests hold one against the other.
 
 Axis letters: `N` rows, `D` hidden size, `F` units of the MLP, `H` query heads, `K` key/value heads, `Q` query heads per
 key/value head, `E` head size, `T` tokens.
@@ -10,6 +11,7 @@ key/value head, `E` head size, `T` tokens.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-Wno-psabi")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-fno-fast-math", "-Wno-psabi")
 COMPILE_SECONDS = 120.0
 CHUNK = 32
 """Sizes are multiples of it."""
@@ -88,7 +90,7 @@ class CpuKernels:
 
     def finish(self, layer: LayerKernel, x: Tensor, attended: Tensor) -> Tensor:
         """What follows attention: x [N, D] and what was attended to [N, H, E] → the layer's output [N, D]."""
-        out = x.new_empty(x.shape)
+        out, attended = x.new_empty(x.shape), attended.contiguous()
         self.library.finish(out.data_ptr(), layer.address, x.data_ptr(), attended.data_ptr(), len(x))
         return out
 
@@ -105,7 +107,7 @@ class CpuKernels:
             tokens int64 [N], their logprobs float32 [N], and how many rows are not finite.
         """
         rows, vocab = logits.shape
-        tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        tokens, logprobs = (logits.new_empty(rows, dtype=dtype) for dtype in (torch.int64, torch.float32))
         given = (x.data_ptr() for x in (tokens, logprobs, logits, temperature, greedy, uniform))
         return tokens, logprobs, self.library.draw(*given, rows, vocab)
 
@@ -123,14 +125,14 @@ class _Layer(ctypes.Structure):
         *((name, _Linear) for name in ("query", "key", "value", "out", "gate", "up", "down")),
         *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "norm_query", "norm_key")),
         *((name, ctypes.c_int64) for name in ("size", "heads", "kv_heads", "units")),
-        *((name, ctypes.c_float) for name in ("eps", "eps_query", "eps_key")),
+        *((name, ctypes.c_float) for name in ("eps_in", "eps_mlp", "eps_query", "eps_key")),
     )
 
 
 class LayerKernel:
     """The weights of a decoder layer, as they lie in its module, for `project` and `finish`."""
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Any, dtype: torch.dtype):
         attention, mlp = layer.self_attn, layer.mlp
         self._kept: list[Tensor] = []
         self.head_size = attention.head_dim
@@ -141,22 +143,21 @@ class LayerKernel:
         norms = [layer.input_layernorm, layer.post_attention_layernorm, *of_heads]
         linears = *projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self._layer = _Layer(
-            *(_Linear(self._at(part.weight), self._at(part.bias)) for part in linears),
+            *(_Linear(self._at(part.weight, dtype), self._at(part.bias, dtype)) for part in linears),
             *(None if norm is None else self._at(norm.weight, torch.float32) for norm in norms),
             mlp.down_proj.weight.shape[0],
             outs[0],
             outs[1],
             mlp.down_proj.weight.shape[1],
-            norms[0].variance_epsilon,
-            *(0.0 if norm is None else norm.variance_epsilon for norm in of_heads),
+            *(0.0 if norm is None else norm.variance_epsilon for norm in norms),
         )
         self.address = ctypes.addressof(self._layer)
 
-    def _at(self, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
+    def _at(self, tensor: Tensor | None, dtype: torch.dtype) -> int | None:
         """Where a tensor lies; it is kept from being freed."""
         if tensor is None:
             return None
-        self._kept.append(tensor.detach().to(dtype or tensor.dtype).contiguous())
+        self._kept.append(tensor.detach().to(dtype).contiguous())
         return self._kept[-1].data_ptr()
 
 
@@ -222,8 +223,6 @@ def cpu_kernels(config: PretrainedConfig, dtype: torch.dtype) -> CpuKernels | No
 def load_kernels(dtype: torch.dtype, heads_per_kv_head: int, head_size: int) -> CpuKernels | None:
     """The kernels for a shape of heads, head_size a multiple of 32; compiled where the cache has none."""
     compiler = cpp_compiler()
-    if compiler is None:
-        return None
     sizes = (
         f"-DDTYPE={DTYPES[dtype]}",
         f"-DHEADS_PER_KV_HEAD={heads_per_kv_head}",
@@ -231,22 +230,34 @@ def load_kernels(dtype: torch.dtype, heads_per_kv_head: int, head_size: int) -> 
         f"-DITEM_SIZE={dtype.itemsize}",
     )
     try:
-        return CpuKernels(ctypes.CDLL(str(_compiled([compiler, *FLAGS, *sizes]))), dtype)
+        version = _run([compiler, "--version"]) if compiler else ""
+        if compiler is None or "Free Software Foundation" not in version:
+            return None
+        return CpuKernels(_library([compiler, *FLAGS, *sizes], version), dtype)
     except OSError as error:
         warnings.warn(f"could not compile {SOURCE.name}, generating without it, slower: {error}", stacklevel=2)
         return None
 
 
-def _compiled(command: list[str]) -> Path:
-    """The library that a command makes of the source, from the cache where it is there already."""
-    made_of = "\n".join([*command, _run([command[0], "--version"]), _processor(), SOURCE.read_text()])
-    library = cache_folder() / "kernels" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:20]}.so"
-    if not library.is_file():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            new = Path(folder) / "new.so"
-            _run([*command, str(SOURCE), "-o", str(new)])
-            os.replace(new, library)  # whole or not at all: other processes may look for it
+def _library(command: list[str], version: str) -> ctypes.CDLL:
+    """What a command makes of the source, kept in the cache for the next process where there is a place for it."""
+    made_of = "\n".join([*command, version, _processor(), SOURCE.read_text(encoding="utf-8")])
+    name = f"{hashlib.sha256(made_of.encode()).hexdigest()[:20]}.so"
+    try:
+        cache = cache_folder() / "kernels"
+        cache.mkdir(parents=True, exist_ok=True)
+        kept = cache / name if os.access(cache, os.W_OK) or (cache / name).is_file() else None
+    except (OSError, RuntimeError):  # no home, or none that can be written to
+        kept = None
+    if kept is not None and kept.is_file():
+        with contextlib.suppress(OSError):  # damaged: made anew
+            return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory(dir=kept and kept.parent) as folder:
+        new = Path(folder) / name
+        _run([*command, str(SOURCE), "-o", str(new)])
+        library = ctypes.CDLL(str(new))
+        if kept is not None:
+            os.replace(new, kept)  # whole or not at all: other processes may look for it
     return library
 
 
@@ -269,4 +280,4 @@ def _processor() -> str:
     found = Path("/proc/cpuinfo")
     lines = found.read_text().splitlines() if found.is_file() else []
     known = [line for line in lines if line.startswith(("flags", "Features", "model name"))][:2]
-    return "\n".join([platform.machine(), platform.processor(), *known])
+    return "\n".join([platform.machine(), platform.processor(), *(known or [platform.node()])])

@@ -95,17 +95,18 @@ def inference_model(model: PreTrainedModel, *, fused: bool) -> InferenceModel:
 
 @torch.no_grad()
 def _gap(fused: FusedInference) -> float:
-    """Mean distance of the logits of a short row from the module's own, in standard deviations of a logit."""
-    model = fused.model
+    """Mean distance of the logits from the module's own, in standard deviations of a logit; the larger of a short row's and a very short one's."""
+    model, gaps = fused.model, []
     fused.refresh()
-    layout = PackedLayout((Family(6, (3, 4)),))
-    tokens = (torch.arange(1, 14) * 7919) % model.get_input_embeddings().weight.shape[0]
-    ours, own = (
-        part.logits(part.hidden_states(tokens, layout.position_ids, PackedAttention(layout))).float()
-        for part in (fused, PlainInference(model))
-    )
+    for layout in (PackedLayout((Family(6, (3, 4)),)), PackedLayout((Family(3, (2,)),))):
+        tokens = (torch.arange(1, layout.num_tokens + 1) * 7919) % model.get_input_embeddings().weight.shape[0]
+        ours, own = (
+            part.logits(part.hidden_states(tokens, layout.position_ids, PackedAttention(layout))).float()
+            for part in (fused, PlainInference(model))
+        )
+        gaps.append(float((ours - own).abs().mean() / own.std().clamp_min(1e-12)))
     fused.release()
-    return float((ours - own).abs().mean() / own.std().clamp_min(1e-12))
+    return max(gaps)
 
 
 class _Linear:
@@ -173,7 +174,7 @@ class _Layer:
             _Norm(layer.post_attention_layernorm, kernels),
             _Linear(mlp.gate_proj, mlp.up_proj),
             _Linear(mlp.down_proj),
-            None if kernels is None else LayerKernel(layer),
+            None if kernels is None else LayerKernel(layer, kernels.dtype),
         )
 
 

@@ -10,17 +10,17 @@ from treadle.models import cpu_kernels as module
 from treadle.models.attention import LayerAttention
 from treadle.models.cpu_kernels import cpu_kernels, load_kernels
 from treadle.models.fused import rotate
+from treadle.models.inference import FusedInference
+from treadle.models.load import load_model
 from treadle.models.norm import rms_norm
-from treadle.one_pass import cpp_compiler
 from treadle.rollout.engines.torch_engine import attention
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention
 from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore
 
-NEEDS_COMPILER = pytest.mark.skipif(
-    cpp_compiler() is None, reason="no C++ compiler here, or torch.compile is turned off"
-)
+HAS_KERNELS = load_kernels(torch.float32, 1, 32) is not None
+NEEDS_COMPILER = pytest.mark.skipif(not HAS_KERNELS, reason="no GCC here, or torch.compile is turned off")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-ROWS = pytest.mark.parametrize("rows", [1, 5, 300])  # 300 are shared by threads
+ROWS = pytest.mark.parametrize("rows", [1, 5, 300])
 
 
 def numbers(*shape, dtype, seed=0, scale=1.0):
@@ -129,39 +129,131 @@ def test_sizes_that_do_not_fit_go_the_plain_way():
     }
     for change in ({}, {"head_dim": 48}, {"hidden_size": 60}, {"intermediate_size": 100}, {"num_attention_heads": 5}):
         found = cpu_kernels(SimpleNamespace(**{**fits, **change}), torch.float32)
-        assert (found is not None) == (not change and cpp_compiler() is not None)
+        assert (found is not None) == (not change and HAS_KERNELS)
     assert cpu_kernels(SimpleNamespace(**fits), torch.float16) is None
 
 
-@NEEDS_COMPILER
-def test_compiled_once_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path))
-    for _ in range(2):
-        load_kernels.cache_clear()
-        assert load_kernels(torch.float32, 1, 32) is not None
-        (library,) = (tmp_path / "kernels").iterdir()
-        made = library.stat().st_mtime_ns
-        monkeypatch.setattr(module, "COMPILE_SECONDS", 5.0)
-        library.chmod(0o555)
-    assert library.stat().st_mtime_ns == made
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    load_kernels.cache_clear()
+    yield tmp_path / "cache" / "kernels"
     load_kernels.cache_clear()
 
 
-@pytest.mark.parametrize("script", ["echo no such flag >&2; exit 1", "[ $1 = --version ] || sleep 5"])
-def test_a_compiler_that_fails_is_said_once_and_nothing_is_left(tmp_path, monkeypatch, script):
+@NEEDS_COMPILER
+def test_threads_share_rows_and_change_no_bit(make_folder):
+    model = load_model(str(make_folder("qwen2, heads of 64")), torch.bfloat16, torch.device("cpu"))
+    fused = FusedInference(model)
+    fused.refresh()
+    kernels, found = fused.kernels, {}
+    shape = KVShape(2, 1, 64, 2, 40, 48, 16, torch.bfloat16)
+    slots, lengths = torch.arange(40) % 2, torch.tensor([48, 31])
+    for threads in (1, 4):
+        torch.set_num_threads(threads)
+        try:
+            for rows in (3, 8, 40):
+                store = KVStore(shape, torch.device("cpu"))
+                store.prefixes.layers[1][:] = numbers(2, 2, 1, 48, 64, dtype=torch.bfloat16)
+                plan = DecodeAttention(store, slots[:rows], torch.zeros(rows, dtype=torch.int64), lengths, kernels)
+                with torch.inference_mode():
+                    hidden = fused.hidden_states(torch.arange(rows), lengths[slots[:rows]], plan)
+                found[threads, rows] = [hidden]
+            wide = numbers(300, 512, dtype=torch.bfloat16)
+            uniform = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            drawn = kernels.draw(wide, torch.ones(300), torch.zeros(300, dtype=torch.bool), uniform)
+            angle = numbers(300, 1, 64, dtype=torch.bfloat16)
+            found[threads, 300] = [*drawn[:2], kernels.silu_times(wide), kernels.rms_norm(wide, torch.ones(512), 1e-5)]
+            found[threads, 300].append(kernels.rotate(wide.view(300, 8, 64), angle, angle))
+        finally:
+            torch.set_num_threads(1)
+    for rows in (3, 8, 40, 300):
+        assert all(torch.equal(*pair) for pair in zip(found[1, rows], found[4, rows], strict=True))
+
+
+@NEEDS_COMPILER
+def test_tokens_are_drawn_whatever_the_default_dtype_is():
+    """transformers changes it, for all threads, while a model is made."""
+    logits, uniform = numbers(4, 100, dtype=torch.float32), torch.full((4,), 0.5, dtype=torch.float64)
+    given = logits, torch.ones(4), torch.zeros(4, dtype=torch.bool), uniform
+    wanted = load_kernels(torch.float32, 1, 32).draw(*given)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = load_kernels(torch.float32, 1, 32).draw(*given)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found[1].dtype == torch.float32
+    assert all(torch.equal(one, other) for one, other in zip(found[:2], wanted[:2], strict=True))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("changed", ["places", "slots", "rows", "lengths"])
+def test_nothing_outside_the_store_is_touched(changed):
+    store = KVStore(KVShape(1, 1, 32, 2, 2, 16, 16, torch.float32), torch.device("cpu"))
+    given = {"slots": [0, 1], "places": [0, 15], "lengths": [16, 3]}
+    if changed == "rows":
+        given |= {"slots": [0, 1, 0], "places": [0, 0, 0]}
+    else:
+        given[changed] = [0, {"places": 16, "slots": 2, "lengths": 17}[changed]]
+    slots, places, lengths = (torch.tensor(given[name]) for name in ("slots", "places", "lengths"))
+    with pytest.raises(AssertionError, match=r"store|prompt"):
+        DecodeAttention(store, slots, places, lengths, load_kernels(torch.float32, 1, 32))
+
+
+@NEEDS_COMPILER
+def test_compiled_once_and_made_anew_where_damaged(empty_cache, tmp_path, monkeypatch):
+    def library_in(cache):
+        monkeypatch.setenv("TREADLE_CACHE", str(cache))
+        load_kernels.cache_clear()
+        assert load_kernels(torch.float32, 1, 32) is not None
+        (library,) = (cache / "kernels").iterdir()
+        return library, library.stat().st_ino
+
+    library, made = library_in(empty_cache.parent)
+    assert library_in(empty_cache.parent) == (library, made)
+    damaged = tmp_path / "other" / "kernels" / library.name
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    assert library_in(tmp_path / "other")[0] == damaged
+    assert damaged.stat().st_size == library.stat().st_size
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("place", ["/proc/treadle", None])
+def test_without_a_place_to_keep_it(monkeypatch, place):
+    """Nothing can be made in /proc; None is a user without a home."""
+    for name in ("TREADLE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if place:
+        monkeypatch.setenv("TREADLE_CACHE", place)
+    else:
+        monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    load_kernels.cache_clear()
+    try:
+        assert load_kernels(torch.float32, 1, 32) is not None
+    finally:
+        load_kernels.cache_clear()
+
+
+FAILS = ["echo no such flag >&2; exit 1", "exec sleep 5"]
+
+
+@pytest.mark.parametrize("script", FAILS)
+def test_a_compiler_that_fails_is_said_once_and_nothing_is_left(tmp_path, monkeypatch, empty_cache, script):
     compiler = tmp_path / "c++"
-    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exec echo Free Software Foundation\n{script}\n")
     compiler.chmod(0o755)
     monkeypatch.setattr(module, "cpp_compiler", lambda: str(compiler))
     monkeypatch.setattr(module, "COMPILE_SECONDS", 1.0)
-    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
-    load_kernels.cache_clear()
-    try:
-        with pytest.warns(
-            UserWarning, match=r"could not compile cpu_kernels.cpp.*(no such flag|did not end within 1 s)"
-        ):
-            assert load_kernels(torch.float32, 1, 32) is None
-        assert load_kernels(torch.float32, 1, 32) is None  # said once
-        assert list((tmp_path / "cache").rglob("*.so")) == []
-    finally:
-        load_kernels.cache_clear()
+    with pytest.warns(UserWarning, match=r"could not compile cpu_kernels.cpp.*(no such flag|did not end within 1 s)"):
+        assert load_kernels(torch.float32, 1, 32) is None
+    assert load_kernels(torch.float32, 1, 32) is None  # said once
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_another_compiler_is_left_alone(tmp_path, monkeypatch, empty_cache):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho clang version 18.1.3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(module, "cpp_compiler", lambda: str(compiler))
+    assert load_kernels(torch.float32, 1, 32) is None

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def kernels_of(heads_per_kv_head, head_size):
     kernels = load_kernels(torch.float32, heads_per_kv_head, head_size)
-    return kernels or pytest.skip("no C++ compiler here, or torch.compile is turned off")
+    return kernels or pytest.skip("no GCC here, or torch.compile is turned off")
 
 
 SHAPE = KVShape(

@@ -30,7 +30,7 @@ KERNELS = []
 def kernels(request):
     """Every test here holds for both ways of drawing."""
     if request.param == "kernel" and (found := load_kernels(torch.float32, 1, 32)) is None:
-        pytest.skip("no C++ compiler here, or torch.compile is turned off")
+        pytest.skip("no GCC here, or torch.compile is turned off")
     KERNELS.append(found if request.param == "kernel" else None)
     yield KERNELS[-1]
     KERNELS.pop()

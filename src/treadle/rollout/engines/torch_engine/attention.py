@@ -52,7 +52,13 @@ class DecodeAttention:
     def __init__(
         self, store: KVStore, slots: Tensor, places: Tensor, prefix_lengths: Tensor, kernels: CpuKernels | None = None
     ):
-        store.fit_rows(int(places.max()) + 1)
+        longest = int(places.max()) + 1
+        store.fit_rows(longest)
+        rows, prompts = store.rows, store.prefixes
+        assert longest <= rows.span, f"a row of {longest} tokens in a store for {rows.span}"
+        assert len(slots) <= rows.count, f"{len(slots)} rows in a store for {rows.count}"
+        assert int(slots.max()) < len(prefix_lengths) <= prompts.count, f"a prompt past the last of {prompts.count}"
+        assert int(prefix_lengths.max()) <= prompts.span, f"a prompt longer than {prompts.span} tokens"
         self.store = store
         self.slots, self.places = slots, places
         self.num_slots = int(prefix_lengths.shape[0])
