@@ -1,5 +1,5 @@
-// What a decode step does besides its matmuls, each in one pass over few rows. cpu_kernels.py compiles this for a dtype
-// and a shape of heads, and calls it.
+// What a decode step does besides its matmuls, each in one pass over few rows, and for very few rows a layer's matmuls too.
+// cpu_kernels.py compiles this for a dtype and a shape of heads, and calls it.
 //
 // Sums are in float32, and results are rounded once. What is computed of a row depends on no other row.
 //

@@ -60,9 +60,8 @@ class GroupSender:
         assert self._offers.store is not None, "offer first"
         place, what = self._place, f"version {offer.version}"
         try:
-            verdict = self._offers.store.get(
-                f"{_key(offer)}-all"
-            ).decode()  # waits for it as long as the store's deadline
+            # Waits for it as long as the store's deadline.
+            verdict = self._offers.store.get(f"{_key(offer)}-all").decode()
             if verdict == REFUSED:
                 raise _Refusal(f"an engine refused {what}; its own error says why")
             if verdict == ANEW:
