@@ -44,7 +44,7 @@ class ModelSection(Section):
     )
     attention_backend: Literal["auto", "batched", "sdpa"] = Field(
         "auto",
-        description="How packed sequences attend: `batched` matmuls over similar lengths, `sdpa` one call per sequence.",
+        description="How packed sequences attend: `batched` matmuls over similar lengths, `sdpa` one call per sequence; `auto` is one compiled call in bfloat16 on a CPU, where GCC is there and the processor multiplies bfloat16, and else chooses between the two.",
     )
 
 

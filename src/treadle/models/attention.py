@@ -5,15 +5,17 @@ values to the `AttentionPlan` that came with the call. Training packs sequences 
 engine reads and writes its own key/value store (`rollout/engines/torch_engine`). No transformers cache and no
 attention mask is involved.
 
-`PackedAttention` has two ways to compute the same thing: `batched` lays sequences of similar length side by side
-and uses a few large matmuls (fast for short sequences, on CPU above all), `sdpa` calls torch's fused attention
-once per sequence (memory linear in length). Tests hold one against the other.
+`PackedAttention` has three ways to compute the same thing: on CPUs that multiply bfloat16 one compiled call looks at the
+row as it lies (cpu_attention.py); `batched` lays sequences of similar length side by side and uses a few large matmuls
+(fast for short sequences, on CPU above all); `sdpa` calls torch's fused attention once per sequence. Memory is linear in
+length. Tests hold one against the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from treadle.errors import ModelError
 from treadle.models.block_attention import BlockAttention, Grid, grid_of
+from treadle.models.cpu_attention import RowAttention
 from treadle.models.layout import PackedLayout
 
 ATTENTION_NAME = "treadle"
@@ -98,10 +101,18 @@ class PackedAttention:
         self._grids: dict[tuple[int, int, int | None, torch.dtype], Grid] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
+        if self.backend == "auto" and layer.softcap is None:
+            out = self._row.attend(query, key, value, layer.scaling, layer.sliding_window)
+            if out is not None:
+                return out
         if self._choose() == "batched":
             grid = self._grid(query.shape[1], key.shape[1], layer.sliding_window, query.dtype)
             return BlockAttention.apply(query, key, value, grid, layer.scaling, layer.softcap)
         return self._per_sequence(query, key, value, layer)
+
+    @cached_property
+    def _row(self) -> RowAttention:
+        return RowAttention(self.layout)
 
     def _choose(self) -> str:
         if self.backend != "auto":

@@ -1,9 +1,8 @@
 """What an engine's decode step does besides its matmuls, compiled for this processor: norms, positions, gate, attention.
 
 For a few rows each of torch's operations costs more than its arithmetic, and attention takes twenty of them a layer;
-here each is one call of cpu_kernels.cpp. GCC makes them in a second, once per machine (another compiler's OpenMP would be a
-second one beside torch's); where there is none, or a model's sizes don't fit, whoever asks gets None and goes the plain
-way. Tests hold one against the other.
+here each is one call of cpu_kernels.cpp. Without GCC (cpu_library.py), or where a model's sizes don't fit, whoever asks
+gets None and goes the plain way. Tests hold one against the other.
 
 Axis letters: `N` rows, `D` hidden size, `F` units of the MLP, `H` query heads, `K` key/value heads, `Q` query heads per
 key/value head, `E` head size, `T` tokens.
@@ -11,15 +10,8 @@ key/value head, `E` head size, `T` tokens.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import subprocess
-import tempfile
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +19,13 @@ import torch
 from torch import Tensor
 
 from treadle.models.attention import LayerAttention, Pair
-from treadle.models.bundled import cache_folder
+from treadle.models.cpu_library import compiled
 from treadle.models.load import kv_heads_of
-from treadle.one_pass import cpp_compiler
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-fno-fast-math", "-Wno-psabi")
-COMPILE_SECONDS = 120.0
 CHUNK = 32
 """Sizes are multiples of it."""
 MOST_ROWS = 8
@@ -222,62 +211,11 @@ def cpu_kernels(config: PretrainedConfig, dtype: torch.dtype) -> CpuKernels | No
 @functools.cache
 def load_kernels(dtype: torch.dtype, heads_per_kv_head: int, head_size: int) -> CpuKernels | None:
     """The kernels for a shape of heads, head_size a multiple of 32; compiled where the cache has none."""
-    compiler = cpp_compiler()
-    sizes = (
-        f"-DDTYPE={DTYPES[dtype]}",
-        f"-DHEADS_PER_KV_HEAD={heads_per_kv_head}",
-        f"-DHEAD_SIZE={head_size}",
-        f"-DITEM_SIZE={dtype.itemsize}",
-    )
-    try:
-        version = _run([compiler, "--version"]) if compiler else ""
-        if compiler is None or "Free Software Foundation" not in version:
-            return None
-        return CpuKernels(_library([compiler, *FLAGS, *sizes], version), dtype)
-    except OSError as error:
-        warnings.warn(f"could not compile {SOURCE.name}, generating without it, slower: {error}", stacklevel=2)
-        return None
-
-
-def _library(command: list[str], version: str) -> ctypes.CDLL:
-    """What a command makes of the source, kept in the cache for the next process where there is a place for it."""
-    made_of = "\n".join([*command, version, _processor(), SOURCE.read_text(encoding="utf-8")])
-    name = f"{hashlib.sha256(made_of.encode()).hexdigest()[:20]}.so"
-    try:
-        cache = cache_folder() / "kernels"
-        cache.mkdir(parents=True, exist_ok=True)
-        kept = cache / name if os.access(cache, os.W_OK) or (cache / name).is_file() else None
-    except (OSError, RuntimeError):  # no home, or none that can be written to
-        kept = None
-    if kept is not None and kept.is_file():
-        with contextlib.suppress(OSError):  # damaged: made anew
-            return ctypes.CDLL(str(kept))
-    with tempfile.TemporaryDirectory(dir=kept and kept.parent) as folder:
-        new = Path(folder) / name
-        _run([*command, str(SOURCE), "-o", str(new)])
-        library = ctypes.CDLL(str(new))
-        if kept is not None:
-            os.replace(new, kept)  # whole or not at all: other processes may look for it
-    return library
-
-
-def _run(command: list[str]) -> str:
-    """What a command prints. Raises OSError where it fails or takes too long."""
-    with tempfile.TemporaryFile() as file:  # a pipe would be waited for until its children are gone too
-        try:
-            code = subprocess.run(command, stdout=file, stderr=file, timeout=COMPILE_SECONDS).returncode
-        except subprocess.TimeoutExpired:
-            raise OSError(f"{command[0]} did not end within {COMPILE_SECONDS:.0f} s") from None
-        file.seek(0)
-        said = file.read().decode(errors="replace")
-    if code:
-        raise OSError(f"{command[0]} ended with {code}: {said[:300]}")
-    return said
-
-
-def _processor() -> str:
-    """What `-march=native` depends on: a cache may be shared by machines."""
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text().splitlines() if found.is_file() else []
-    known = [line for line in lines if line.startswith(("flags", "Features", "model name"))][:2]
-    return "\n".join([platform.machine(), platform.processor(), *(known or [platform.node()])])
+    sizes = {
+        "DTYPE": DTYPES[dtype],
+        "HEADS_PER_KV_HEAD": heads_per_kv_head,
+        "HEAD_SIZE": head_size,
+        "ITEM_SIZE": dtype.itemsize,
+    }
+    library = compiled(SOURCE, sizes)
+    return None if library is None else CpuKernels(library, dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from treadle.models import cpu_kernels as module
+from treadle.models import cpu_library
 from treadle.models.attention import LayerAttention
 from treadle.models.cpu_kernels import cpu_kernels, load_kernels
 from treadle.models.fused import rotate
@@ -243,8 +243,8 @@ def test_a_compiler_that_fails_is_said_once_and_nothing_is_left(tmp_path, monkey
     compiler = tmp_path / "c++"
     compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exec echo Free Software Foundation\n{script}\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(module, "cpp_compiler", lambda: str(compiler))
-    monkeypatch.setattr(module, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(cpu_library, "cpp_compiler", lambda: str(compiler))
+    monkeypatch.setattr(cpu_library, "COMPILE_SECONDS", 1.0)
     with pytest.warns(UserWarning, match=r"could not compile cpu_kernels.cpp.*(no such flag|did not end within 1 s)"):
         assert load_kernels(torch.float32, 1, 32) is None
     assert load_kernels(torch.float32, 1, 32) is None  # said once
@@ -255,5 +255,5 @@ def test_another_compiler_is_left_alone(tmp_path, monkeypatch, empty_cache):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho clang version 18.1.3\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(module, "cpp_compiler", lambda: str(compiler))
+    monkeypatch.setattr(cpu_library, "cpp_compiler", lambda: str(compiler))
     assert load_kernels(torch.float32, 1, 32) is None
