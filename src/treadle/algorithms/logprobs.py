@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from jaxtyping import Float, Int64
@@ -24,9 +24,34 @@ GPU_TILE = (4096, 8192)
 """The same on a GPU, where the number of kernel launches counts and 200 MB do not."""
 
 
+class HeadKernel(Protocol):
+    """The same in compiled calls, where the logits have neither a bias nor a soft cap.
+
+    `known` is float32 [N, 2]: what the scores `hidden @ weightᵀ` are multiplied by, and the target.
+    """
+
+    def fits(self, hidden: Tensor, weight: Tensor) -> bool:
+        """True where it can compute with these: [N, D] and [V, D]."""
+        ...
+
+    def sums(self, hidden: Tensor, weight: Tensor, known: Tensor) -> Tensor:
+        """Of each row the log of its sum, its target's logit and its mean logit: float32 [N, 3]."""
+        ...
+
+    def gradients(
+        self, hidden: Tensor, weight: Tensor, known: Tensor, slopes: Tensor, asked: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of hidden and weight, those that are asked for.
+
+        `slopes` is float32 [N, 5]: the log of the row's sum, then share, slope, offset and factor of `_RowGradients`.
+        """
+        ...
+
+
 class LogprobOptions(TypedDict, total=False):
     """What `logprobs_and_entropy` takes by keyword; all of it is optional."""
 
+    kernel: HeadKernel | None  # computes where it fits
     bias: Tensor | None  # [V], added to the logits
     logit_scale: float  # factor on the logits (Cohere; 1 / logits_scaling for Granite)
     logit_softcap: float | None  # logits become cap · tanh(logits / cap) (Gemma 2), after the scale
@@ -74,12 +99,17 @@ def logprobs_and_entropy(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
+    kernel: HeadKernel | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     chunk_rows: int | None = None
     chunk_vocab: int | None = None
     with_entropy: bool = True
     entropy_grad: bool = True
+
+    def kernel_for(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadKernel | None:
+        is_plain = bias is None and self.logit_softcap is None and self.kernel is not None
+        return self.kernel if is_plain and self.kernel.fits(hidden, weight) else None  # type: ignore[union-attr]
 
     def tile_shape(self, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
         rows, vocab = CPU_TILE if hidden.device.type == "cpu" else GPU_TILE
@@ -131,6 +161,27 @@ def _take_in(sums: Tensor, scores: Tensor, known: Tensor, columns: Tensor, bias:
     sums.copy_(torch.cat([joined, target_logit, mean_logit], dim=1))
 
 
+def _scaled(known: Tensor, plan: _Plan) -> Tensor:
+    """What a kernel knows of rows, made of the inverse temperature and the target [N, 2]."""
+    return known * known.new_tensor([plan.logit_scale, 1.0])
+
+
+def _sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, known: Tensor, plan: _Plan) -> Tensor:
+    """What `_take_in` finds in all tiles, [N, 3]; known are the inverse temperature and the target [N, 2]."""
+    tile = plan.tile_shape(hidden, weight)
+    memory = hidden.new_empty(tile[0] * tile[1])
+    sums = torch.zeros(len(hidden), 3, dtype=known.dtype, device=hidden.device)
+    sums[:, 0] = -torch.inf
+    for columns in _spans(weight.shape[0], tile[1]):
+        tile_weight = weight[columns].to(hidden.dtype)
+        numbers = torch.arange(columns.start, columns.stop, dtype=known.dtype, device=hidden.device)
+        tile_bias = None if bias is None else bias[columns]
+        for rows in _spans(hidden.shape[0], tile[0]):
+            scores = _scores(hidden[rows], tile_weight, memory)
+            _take_in(sums[rows], scores, known[rows], whole=(numbers, tile_bias, plan))
+    return sums
+
+
 class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -142,18 +193,12 @@ class _TiledLogprobs(torch.autograd.Function):
         inverse_temperature: Tensor,
         plan: _Plan,
     ) -> tuple[Tensor, Tensor | None]:
-        tile = plan.tile_shape(hidden, weight)
-        memory = hidden.new_empty(tile[0] * tile[1])
         known = torch.stack([inverse_temperature, targets.to(inverse_temperature.dtype)], dim=1)
-        sums = torch.zeros(len(hidden), 3, dtype=known.dtype, device=hidden.device)
-        sums[:, 0] = -torch.inf
-        for columns in _spans(weight.shape[0], tile[1]):
-            tile_weight = weight[columns].to(hidden.dtype)
-            numbers = torch.arange(columns.start, columns.stop, dtype=known.dtype, device=hidden.device)
-            tile_bias = None if bias is None else bias[columns]
-            for rows in _spans(hidden.shape[0], tile[0]):
-                scores = _scores(hidden[rows], tile_weight, memory)
-                _take_in(sums[rows], scores, known[rows], whole=(numbers, tile_bias, plan))
+        kernel = plan.kernel_for(hidden, weight, bias)
+        if kernel is None:
+            sums = _sums(hidden, weight, bias, known, plan)
+        else:
+            sums = kernel.sums(hidden, weight, _scaled(known, plan))
         log_sum, target_logit, mean_logit = sums.unbind(1)
         entropy = log_sum - mean_logit if plan.with_entropy else None
         ctx.plan = plan
@@ -181,6 +226,11 @@ class _TiledLogprobs(torch.autograd.Function):
         rows = torch.cat([known, torch.stack([log_sum, *slopes], dim=1)], dim=1)
         factor = (factor * known[:, 0] * ctx.plan.logit_scale).unsqueeze(1)
         asked = tuple(ctx.needs_input_grad[:3])
+        kernel = ctx.plan.kernel_for(hidden, weight, bias)
+        if kernel is not None:
+            every = torch.cat([rows[:, 2:], factor], dim=1)
+            found = kernel.gradients(hidden, weight, _scaled(known, ctx.plan), every, asked[:2])
+            return *found, None, None, None, None
         return *_input_gradients(hidden, weight, bias, _RowGradients(rows, factor), ctx.plan, asked), None, None, None
 
 

@@ -42,8 +42,6 @@ struct Panel {
   i64 index, position, count;
 };
 
-static inline uint32_t lowest_bits(i64 count) { return count >= SIDE ? ~0u : count <= 0 ? 0u : (1u << count) - 1; }
-
 // 32 rows of a run, from `first` on.
 struct Rows {
   i64 first, count, position, window;
@@ -120,15 +118,6 @@ static void add_columns(float* sums, const bfloat16* shares, const Panel* panels
     for (i64 e = 0; e < PARTS; e++)
       multiply(sums + e * BLOCK, shares + p * BLOCK, held + (e * total + panels[p].index) * BLOCK, end - p, is_more);
   }
-}
-
-// 2^x, to 2 parts in 10^7.
-static inline __m512 power(__m512 x) {
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), y = x - whole;
-  __m512 sum = _mm512_set1_ps(1.5403530e-4f);
-  for (float term : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-    sum = _mm512_fmadd_ps(sum, y, _mm512_set1_ps(term));
-  return _mm512_scalef_ps(sum, whole);
 }
 
 // What 32 rows have found so far.
@@ -243,14 +232,8 @@ struct Backward {
     for (const Run& run : unit.runs)
       for (i64 t = 0; t < run.count; t++) {
         const i64 from = (run.panel + t / SIDE) * PARTS * BLOCK + t % SIDE * SIDE, to = ((run.first + t) * row.kv_heads + unit.head) * E;
-        store(row.of_key + to, of_keys.of(0) + from), store(row.of_value + to, of_values.of(0) + from);
+        store_row(row.of_key + to, of_keys.of(0) + from, E), store_row(row.of_value + to, of_values.of(0) + from, E);
       }
-  }
-
-  // A row of E numbers, which lies in PARTS blocks.
-  static void store(bfloat16* out, const float* x) {
-    for (i64 e = 0; e < PARTS; e++)
-      _mm512_storeu_si512(out + e * SIDE, rounded(_mm512_load_ps(x + e * BLOCK), _mm512_load_ps(x + e * BLOCK + HALF)));
   }
 
   void prepare(const Unit& unit, const Run& run) {
@@ -300,7 +283,7 @@ struct Backward {
         if (end[p]) add_rows(some[p], p, begin[p], end[p]);
     }
     for (i64 r = 0; r < count; r++)
-      store(unit.row.of_query + unit.place(run, first + r) * E, of_asked_sums.of(0) + r / SIDE * PARTS * BLOCK + r % SIDE * SIDE);
+      store_row(unit.row.of_query + unit.place(run, first + r) * E, of_asked_sums.of(0) + r / SIDE * PARTS * BLOCK + r % SIDE * SIDE, E);
   }
 
   // Shares and gradients of the scores of block `b` of a piece at panel `p` of those that are computed together.

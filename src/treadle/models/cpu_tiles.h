@@ -26,6 +26,8 @@ using bfloat16 = uint16_t;
 
 constexpr i64 SIDE = 32, HALF = SIDE / 2, BLOCK = SIDE * SIDE;
 
+static inline uint32_t lowest_bits(i64 count) { return count >= SIDE ? ~0u : count <= 0 ? 0u : (1u << count) - 1; }
+
 // Memory whose rows of a block are cache lines; not shrunk.
 template <typename Number>
 class Memory {
@@ -47,7 +49,7 @@ struct Part {
   __m512i row(i64 r) const {
     const i64 count = r < rows ? columns : 0;
     if (count >= SIDE) return _mm512_loadu_si512(at + r * stride);
-    return count <= 0 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16((1u << count) - 1, at + r * stride);
+    return count <= 0 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16(lowest_bits(count), at + r * stride);
   }
 };
 
@@ -135,7 +137,25 @@ static inline void right_turned(bfloat16* out, Part x) {
 // 32 numbers, rounded.
 static inline __m512i rounded(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
+// A row of numbers that lies in blocks side by side, rounded.
+static inline void store_row(bfloat16* out, const float* x, i64 size) {
+  for (i64 i = 0; i < size; i += SIDE, x += BLOCK) {
+    _mm512_mask_storeu_epi16(out + i, lowest_bits(size - i), rounded(_mm512_load_ps(x), _mm512_load_ps(x + HALF)));
+  }
+}
+
+// 2^x, to 2 parts in 10^7.
+static inline __m512 power(__m512 x) {
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), y = x - whole;
+  __m512 sum = _mm512_set1_ps(1.5403530e-4f);
+  for (float term : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+    sum = _mm512_fmadd_ps(sum, y, _mm512_set1_ps(term));
+  return _mm512_scalef_ps(sum, whole);
+}
+
 #ifdef HAS_TILES
+
+extern "C" bool has_tiles() { return true; }
 
 // Asks the system once for the use of tiles in this process.
 extern "C" bool ready() {
@@ -189,6 +209,8 @@ static inline void multiply(float* sums, const bfloat16* one, const bfloat16* ot
 
 #else
 
+extern "C" bool has_tiles() { return false; }
+
 extern "C" bool ready() { return true; }
 
 struct Tiles {
@@ -221,6 +243,8 @@ static inline void multiply(float* sums, const bfloat16* one, const bfloat16* ot
 #endif
 
 #else
+
+extern "C" bool has_tiles() { return false; }
 
 extern "C" bool ready() { return false; }
 
