@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from treadle.models.cpu_library import compiled
+from treadle.models.cpu_library import compiled, with_tiles
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 EXACT_TARGETS = 1 << 24
@@ -80,9 +80,5 @@ def _head(hidden: Tensor, weight: Tensor, known: Tensor) -> _Head:
 @functools.cache
 def head_kernel() -> CpuHead | None:
     """The compiled head, where the processor has tiles: with dot products alone torch's matmuls are quicker."""
-    library = compiled(SOURCE, {})
-    if library is None:
-        return None
-    for function in (library.has_tiles, library.ready):
-        function.restype = ctypes.c_bool
-    return CpuHead(library) if library.has_tiles() and library.ready() else None
+    library = with_tiles(compiled(SOURCE, {}))
+    return None if library is None else CpuHead(library)

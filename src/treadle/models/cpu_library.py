@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 from treadle.models.bundled import cache_folder
 from treadle.one_pass import cpp_compiler
@@ -35,6 +36,21 @@ def compiled(source: Path, constants: dict[str, object]) -> ctypes.CDLL | None:
     except OSError as error:
         warnings.warn(f"could not compile {source.name}, going on without it, slower: {error}", stacklevel=3)
         return None
+
+
+def with_blocks(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
+    """A library made with cpu_tiles.h, where the processor has instructions for it."""
+    return library if library is not None and _says(library.ready) else None
+
+
+def with_tiles(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
+    """The same, where it has AMX tiles."""
+    return with_blocks(library) if library is not None and _says(library.has_tiles) else None
+
+
+def _says(function: Any) -> bool:
+    function.restype = ctypes.c_bool
+    return bool(function())
 
 
 def _library(command: list[str], source: Path, version: str) -> ctypes.CDLL:

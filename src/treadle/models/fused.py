@@ -10,6 +10,7 @@ Axis letters: `N` tokens, `D` hidden size, `F` units of the MLP, `H` heads, `E` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from treadle.models.attention import PLAN_KEY, LayerAttention
+from treadle.models.cpu_matmul import weight_gradient
 from treadle.one_pass import OnePass
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -59,13 +61,7 @@ class _GatedMLP(torch.autograd.Function):
         hidden, of_gated, of_upped = (torch.empty_like(gated) for _ in range(3))
         _gate_gradients(hidden, of_gated, of_upped, of_hidden, gated, upped)
         of_x = torch.addmm(of_gated @ gate, of_upped, up)
-        return of_x, of_gated.T @ x, of_upped.T @ x, _of_narrow(grad, hidden)
-
-
-def _of_narrow(grad: Tensor, x: Tensor) -> Tensor:
-    """`gradᵀ x` for a grad that is narrower than x: on a CPU half the time where the left side lies row by row."""
-    left = grad.T.contiguous() if grad.device.type == "cpu" else grad.T
-    return left @ x
+        return of_x, weight_gradient(of_gated, x), weight_gradient(of_upped, x), weight_gradient(grad, hidden)
 
 
 class _StackedLinear(torch.autograd.Function):
@@ -76,16 +72,20 @@ class _StackedLinear(torch.autograd.Function):
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.save_for_backward(x, *weights)
         ctx.has_biases = bool(biases)
-        return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+        return F.linear(x, _stacked(weights), _stacked(biases) if biases else None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         sizes = [len(weight) for weight in weights]
-        of_weights = (grad.T @ x).split(sizes)
+        of_weights = weight_gradient(grad, x).split(sizes)
         of_biases = grad.sum(0).split(sizes) if ctx.has_biases else ()
-        return grad @ torch.cat(weights), None, *of_weights, *of_biases
+        return grad @ _stacked(weights), None, *of_weights, *of_biases
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 @OnePass
@@ -170,7 +170,8 @@ class FusedAttention(nn.Module):
         query_key = _Rotation.apply(query_key, *signed_halves(*position_embeddings))
         query, key = query_key.split([own, shared], dim=1)
         out = plan.attend(query, key, value, layer_attention(self))
-        return self.o_proj(out.flatten(1)).unsqueeze(0), None
+        bias = () if self.o_proj.bias is None else (self.o_proj.bias,)
+        return _StackedLinear.apply(out.flatten(1), 1, self.o_proj.weight, *bias).unsqueeze(0), None
 
 
 def layer_attention(attention: Any) -> LayerAttention:
