@@ -333,7 +333,7 @@ class TrainSection(Section):
         True, description="Fill micro-batches up to max_tokens_per_gpu instead of a number of samples."
     )
     max_tokens_per_gpu: int = Field(
-        4096, ge=1, description="Tokens in a micro-batch; one longer sample makes a micro-batch of its own."
+        8192, ge=1, description="Tokens in a micro-batch; one longer sample makes a micro-batch of its own."
     )
     skip_zero_advantage: bool = Field(
         True,

@@ -49,7 +49,7 @@ def test_batch_arithmetic_and_length():
     assert row(page, "batches") == "16 × 8 = 128 × 1 ✓"
     assert row(page, "run   ") == "10 rollouts · 10 optimizer steps · 1280 samples · 1.60 epochs"
     assert row(page, "data") == "data.jsonl · 100 prompts"
-    assert row(page, "micro-batch") == "up to 4096 tokens"
+    assert row(page, "micro-batch") == "up to 8192 tokens"
     assert "warnings" not in page
 
 
@@ -130,7 +130,7 @@ def test_memory_of_shards_by_hand():
     # embeddings, and two of four layers, each split between 2 neighbours
     assert parts["weights (bfloat16)"] == 2 * (1024 * 64 + 2 * (2**28 - 1024 * 64) // 4 // 2)
     # linear widths of 1000 are less than the sides that are whole: 7 × 4 layers × 64
-    assert parts["activations"] == 4096 * 2400
+    assert parts["activations"] == 8192 * 2400
     assert "reference model" not in parts  # on the host
     joined = memory_on_ray("train worker", "cuda", *eight, "--fsdp-sync-every-micro-batch")
     assert joined["gradients (float32)"] == GIB // 4
@@ -155,19 +155,19 @@ def test_memory_of_a_critic_by_hand():
 
 
 def test_activations_by_hand():
-    # 4096 tokens × 1.2 × 2 bytes × width 1000, whatever attends
-    assert memory()["activations"] == 4096 * 2400
-    assert memory("--attention-backend", "sdpa")["activations"] == 4096 * 2400
+    # 8192 tokens × 1.2 × 2 bytes × width 1000, whatever attends
+    assert memory()["activations"] == 8192 * 2400
+    assert memory("--attention-backend", "sdpa")["activations"] == 8192 * 2400
     # one layer's activations and the input of each of the 4 layers
     with_checkpoints = memory("--gradient-checkpointing")["activations"]
-    assert with_checkpoints == 4096 * (600 + 4 * 64 * 2)
+    assert with_checkpoints == 8192 * (600 + 4 * 64 * 2)
 
 
 @pytest.mark.parametrize(
     ("argv", "tokens"),
     [
-        ([], 4096),
-        (["--rollout-max-response-len", "5000"], 5000),
+        ([], 8192),
+        (["--rollout-max-response-len", "9000"], 9000),
         (["--rollout-batch-size", "1", "--n-samples-per-prompt", "2"], 512),
         (["--no-use-dynamic-batch-size", "--micro-batch-size", "4"], 1024),
         (["--no-use-dynamic-batch-size", "--micro-batch-size", "4", "--rollout-max-prompt-len", "44"], 1200),
