@@ -64,7 +64,7 @@ def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tenso
         use_cache=False,
         **{PLAN_KEY: plan},
     )
-    return out.last_hidden_state[0]
+    return out.last_hidden_state.squeeze(0)
 
 
 def check_forward(model: PreTrainedModel, tolerance: float) -> None:

@@ -160,7 +160,7 @@ class FusedAttention(nn.Module):
         layers = self.q_proj, self.k_proj, self.v_proj
         biases = [layer.bias for layer in layers if layer.bias is not None]
         weights = [layer.weight for layer in layers]
-        heads = _StackedLinear.apply(hidden_states[0], len(layers), *weights, *biases)
+        heads = _StackedLinear.apply(hidden_states.squeeze(0), len(layers), *weights, *biases)
         heads = heads.view(hidden_states.shape[1], -1, self.head_dim)
         own, shared = (layer.out_features // self.head_dim for layer in layers[:2])
         query_key, value = heads.split([own + shared, shared], dim=1)
