@@ -3,7 +3,7 @@
 Written with torch's operations a formula reads and writes memory once for each of them, and on a CPU that costs as much
 as the matmuls beside it. `torch.compile` makes one loop of it; where there is no compiler, or too little to do, the same
 operations pass over tiles that stay in the processor's cache. The engine compiles none of these, its first token would wait;
-what it has compiled are models/cpu_kernels.cpp.
+what it has compiled are C++ files of models/.
 """
 
 from __future__ import annotations

@@ -70,19 +70,6 @@ class CpuKernels:
         self.library.rotate(out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, x.stride(0))
         return out
 
-    def project(self, layer: LayerKernel, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Norm, projections and positions of at most `MOST_ROWS` rows x [N, D]: queries, keys and values [N, H + 2·K, E]."""
-        out = x.new_empty(len(x), layer.heads, layer.head_size)
-        given = (y.data_ptr() for y in (x, cos, sin))
-        self.library.project(out.data_ptr(), layer.address, *given, len(x))
-        return out
-
-    def finish(self, layer: LayerKernel, x: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention: x [N, D] and what was attended to [N, H, E] → the layer's output [N, D]."""
-        out, attended = x.new_empty(x.shape), attended.contiguous()
-        self.library.finish(out.data_ptr(), layer.address, x.data_ptr(), attended.data_ptr(), len(x))
-        return out
-
     def draw(self, logits: Tensor, temperature: Tensor, greedy: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, int]:
         """One token a row by inverse CDF.
 
@@ -119,15 +106,16 @@ class _Layer(ctypes.Structure):
 
 
 class LayerKernel:
-    """The weights of a decoder layer, as they lie in its module, for `project` and `finish`."""
+    """A decoder layer of few rows, but for its attention, on the weights as they lie in its module."""
 
-    def __init__(self, layer: Any, dtype: torch.dtype):
+    def __init__(self, layer: Any, kernels: CpuKernels):
+        self._library, dtype = kernels.library, kernels.dtype
         attention, mlp = layer.self_attn, layer.mlp
         self._kept: list[Tensor] = []
-        self.head_size = attention.head_dim
+        self._head_size = attention.head_dim
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        outs = [part.weight.shape[0] // self.head_size for part in projections]
-        self.heads = sum(outs)
+        outs = [part.weight.shape[0] // self._head_size for part in projections]
+        self._heads = sum(outs)
         of_heads = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else [None, None]
         norms = [layer.input_layernorm, layer.post_attention_layernorm, *of_heads]
         linears = *projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
@@ -140,7 +128,20 @@ class LayerKernel:
             mlp.down_proj.weight.shape[1],
             *(0.0 if norm is None else norm.variance_epsilon for norm in norms),
         )
-        self.address = ctypes.addressof(self._layer)
+        self._address = ctypes.addressof(self._layer)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norm, projections and positions of at most `MOST_ROWS` rows x [N, D]: queries, keys and values [N, H + 2·K, E]."""
+        out = x.new_empty(len(x), self._heads, self._head_size)
+        given = (y.data_ptr() for y in (x, cos, sin))
+        self._library.project(out.data_ptr(), self._address, *given, len(x))
+        return out
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention: x [N, D] and what was attended to [N, H, E] → the layer's output [N, D]."""
+        out, attended = x.new_empty(x.shape), attended.contiguous()
+        self._library.finish(out.data_ptr(), self._address, x.data_ptr(), attended.data_ptr(), len(x))
+        return out
 
     def _at(self, tensor: Tensor | None, dtype: torch.dtype) -> int | None:
         """Where a tensor lies; it is kept from being freed."""

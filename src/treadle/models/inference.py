@@ -136,15 +136,14 @@ class _Norm:
         weight = norm.weight.detach()
         self._dtype, self._kernels, self._eps = weight.dtype, kernels, norm.variance_epsilon
         exact = torch.promote_types(weight.dtype, torch.float32)
-        self._weight = weight.to(exact, copy=True)
-        self._scaled = self._weight * len(weight) ** 0.5
+        self._weight = weight.to(exact) * (1.0 if kernels is not None else len(weight) ** 0.5)
         self._floor = torch.tensor((len(weight) * self._eps) ** 0.5, dtype=exact)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._kernels is not None:
             return self._kernels.rms_norm(x.flatten(0, -2), self._weight, self._eps).view(x.shape)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._floor.dtype)
-        return torch.mul(x, self._scaled).div_(torch.hypot(length, self._floor)).to(self._dtype)
+        return torch.mul(x, self._weight).div_(torch.hypot(length, self._floor)).to(self._dtype)
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class _Layer:
             _Norm(layer.post_attention_layernorm, kernels),
             _Linear(mlp.gate_proj, mlp.up_proj),
             _Linear(mlp.down_proj),
-            None if kernels is None else LayerKernel(layer, kernels.dtype),
+            None if kernels is None else LayerKernel(layer, kernels),
         )
 
 
@@ -209,10 +208,10 @@ class FusedInference:
         cos, sin = body.rotary_emb(x, position_ids=position_ids.unsqueeze(0))
         cos, sin = signed_halves(cos, sin)
         for layer in self._layers:
-            if self.kernels is not None and layer.kernel is not None and len(x) <= MOST_ROWS:
-                heads = self.kernels.project(layer.kernel, x, cos, sin)
+            if layer.kernel is not None and len(x) <= MOST_ROWS:
+                heads = layer.kernel.project(x, cos, sin)
                 attended = plan.attend(*heads.split(self._split, dim=1), layer.attention)
-                x = self.kernels.finish(layer.kernel, x, attended)
+                x = layer.kernel.finish(x, attended)
                 continue
             query, key, value = self._heads_of(layer, layer.qkv(layer.norm_in(x)), cos, sin)
             attended = plan.attend(query, key, value, layer.attention)
