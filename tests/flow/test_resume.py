@@ -91,6 +91,7 @@ def test_killed_between_steps_and_inside_them(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_killed_on_the_quick_start_model(start_program: Callable[..., Any], tmp_path: Path, read_rows: Rows) -> None:
     """The quick-start recipe in its own dtype, with fewer and shorter samples."""

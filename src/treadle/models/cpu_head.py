@@ -39,21 +39,17 @@ class _Head(ctypes.Structure):
 class CpuHead:
     """The compiled functions; see `HeadKernel` of algorithms/logprobs.py, whose contract this is."""
 
-    def __init__(self, library: ctypes.CDLL):
-        self._library = library
-        for function in (library.head_sums, library.head_gradients):
-            function.argtypes, function.restype = [ctypes.c_void_p], None
-
     def fits(self, hidden: Tensor, weight: Tensor) -> bool:
         is_here = all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in (hidden, weight))
-        return is_here and len(hidden) > 0 and len(weight) <= EXACT_TARGETS and not isinstance(weight, DTensor)
+        is_whole = len(hidden) > 0 and len(weight) <= EXACT_TARGETS and not isinstance(weight, DTensor)
+        return is_here and is_whole and head_library() is not None
 
     def sums(self, hidden: Tensor, weight: Tensor, known: Tensor) -> Tensor:
         hidden, weight, known = (x.contiguous() for x in (hidden, weight, known))
         sums = known.new_empty(len(hidden), 3)
         head = _head(hidden, weight, known)
         head.sums = sums.data_ptr()
-        self._library.head_sums(ctypes.byref(head))
+        _asked().head_sums(ctypes.byref(head))
         return sums
 
     def gradients(
@@ -68,7 +64,7 @@ class CpuHead:
         head.slopes = slopes.data_ptr()
         head.of_hidden = None if of_hidden is None else of_hidden.data_ptr()
         head.of_weight = None if of_weight is None else of_weight.data_ptr()
-        self._library.head_gradients(ctypes.byref(head))
+        _asked().head_gradients(ctypes.byref(head))
         return of_hidden, of_weight
 
 
@@ -78,7 +74,16 @@ def _head(hidden: Tensor, weight: Tensor, known: Tensor) -> _Head:
 
 
 @functools.cache
-def head_kernel() -> CpuHead | None:
-    """The compiled head, where the processor has tiles: with dot products alone torch's matmuls are quicker."""
+def head_library() -> ctypes.CDLL | None:
+    """cpu_head.cpp, where the processor has tiles: with dot products alone torch's matmuls are quicker."""
     library = with_tiles(compiled(SOURCE, {}))
-    return None if library is None else CpuHead(library)
+    if library is not None:
+        for function in (library.head_sums, library.head_gradients):
+            function.argtypes, function.restype = [ctypes.c_void_p], None
+    return library
+
+
+def _asked() -> ctypes.CDLL:
+    library = head_library()
+    assert library is not None, "`fits` comes first"
+    return library

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from treadle.algorithms.logprobs import logprobs_and_entropy
 from treadle.metrics import Metric, metric
 from treadle.models.attention import Backend, PackedAttention
-from treadle.models.cpu_head import head_kernel
+from treadle.models.cpu_head import CpuHead
 from treadle.models.forward import head_of, hidden_states
 from treadle.training.batch import Batch
 from treadle.training.objective import Objective
@@ -79,7 +79,7 @@ def _logprobs(
         logit_softcap=head.softcap,
         with_entropy=wanted is not _Entropy.NONE,
         entropy_grad=wanted is _Entropy.GRADIENT,
-        kernel=head_kernel(),
+        kernel=CpuHead(),
     )
 
 

@@ -57,9 +57,9 @@ def check(layout, shape, window):
     for name, ours, theirs in zip(("output", "query", "key", "value"), found, exact, strict=True):
         assert ours.dtype == torch.bfloat16
         assert ours.shape == theirs.shape
-        noise = 1e-5 * toward.double().norm()  # of what is 0 where a row sees one column
-        assert (ours.double() - theirs).norm() <= 4e-3 * theirs.norm() + noise, name
-        atol = 0.02 * theirs.abs().max().item() + noise.item()
+        # The output is kept in bfloat16, so what it adds to a gradient of scores is known to 2^-9 only.
+        assert (ours.double() - theirs).norm() <= 4e-3 * theirs.norm() + 1e-3 * toward.double().norm(), name
+        atol = 0.02 * theirs.abs().max().item() + 5e-3
         torch.testing.assert_close(ours.double(), theirs, atol=atol, rtol=0.02, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from treadle.algorithms import logprobs_and_entropy
-from treadle.models.cpu_head import head_kernel
+from treadle.models.cpu_head import CpuHead, head_library
 
-KERNEL = head_kernel()
-NEEDS_KERNEL = pytest.mark.skipif(KERNEL is None, reason="no GCC here, or no AMX tiles")
+KERNEL = CpuHead()
+NEEDS_KERNEL = pytest.mark.skipif(head_library() is None, reason="no GCC here, or no AMX tiles")
 SIZES = [(1, 32, 7), (33, 80, 515), (300, 576, 1000)]  # rows, hidden size, vocabulary
 
 
@@ -107,7 +107,7 @@ class Refuses:
     """A kernel that may not be called."""
 
     def fits(self, hidden, weight):
-        return KERNEL is not None and KERNEL.fits(hidden, weight)
+        return KERNEL.fits(hidden, weight)
 
 
 @pytest.mark.parametrize("change", ["float32", "bias", "softcap", "no rows"])
