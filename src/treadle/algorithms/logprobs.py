@@ -108,8 +108,9 @@ class _Plan:
     entropy_grad: bool = True
 
     def kernel_for(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadKernel | None:
-        is_plain = bias is None and self.logit_softcap is None and self.kernel is not None
-        return self.kernel if is_plain and self.kernel.fits(hidden, weight) else None  # type: ignore[union-attr]
+        if self.kernel is None or bias is not None or self.logit_softcap is not None:
+            return None
+        return self.kernel if self.kernel.fits(hidden, weight) else None
 
     def tile_shape(self, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
         rows, vocab = CPU_TILE if hidden.device.type == "cpu" else GPU_TILE

@@ -14,9 +14,9 @@
 #include <cmath>
 
 constexpr i64 Q = HEADS_PER_KV_HEAD, E = HEAD_SIZE, PARTS = E / SIDE;
-constexpr i64 PANELS = 16;      // blocks of columns whose scores are computed together
-constexpr i64 PIECE = 8;        // blocks of rows whose part in the gradients of keys and values is
-constexpr float LOG2_E = 1.4426950408889634f, LOWEST = -1e30f;
+constexpr i64 PANELS = 16;  // blocks of columns whose scores are computed together
+constexpr i64 PIECE = 8;    // blocks of rows whose part in the gradients of keys and values is summed at once
+constexpr float LOWEST = -1e30f;
 
 // Mirrored field by field in cpu_attention.py.
 struct Row {
@@ -34,7 +34,7 @@ struct Row {
 // A prefix or a suffix: tokens that lie together.
 struct Run {
   i64 first, count, position, panel;  // its first panel among the unit's
-  i64 panels() const { return (count + SIDE - 1) / SIDE; }
+  i64 panels() const { return blocks_of(count); }
 };
 
 // 32 columns.
@@ -252,7 +252,7 @@ struct Backward {
 
   // The gradients of some rows, and their part in those of keys and values.
   void add_piece(const Unit& unit, const Run& run, i64 first, const std::vector<Panel>& panels) {
-    const i64 count = std::min(PIECE * SIDE, run.count * Q - first), blocks = (count + SIDE - 1) / SIDE, size = PIECE * PARTS * BLOCK;
+    const i64 count = std::min(PIECE * SIDE, run.count * Q - first), blocks = blocks_of(count), size = PIECE * PARTS * BLOCK;
     bfloat16 *ask = asked.of(size), *of_ask = of_asked.of(size), *sum = summed.of(size), *of_sum = of_summed.of(size);
     for (i64 b = 0; b < blocks; b++)
       for (i64 e = 0; e < PARTS; e++) {

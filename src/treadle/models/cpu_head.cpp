@@ -17,7 +17,7 @@
 constexpr i64 PANELS = 8, CHUNK = PANELS * SIDE;  // of the vocabulary
 constexpr i64 PIECE = 8;                          // blocks of rows whose part in the gradient of a chunk of weights is summed at once
 constexpr i64 MOST_SUMS = 1 << 28;                // of all threads for the gradient of hidden states, 1 GiB: fewer threads where they need more
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr float LN_2 = 0.6931471805599453f;
 
 // Mirrored field by field in cpu_head.py.
 struct Head {
@@ -28,8 +28,6 @@ struct Head {
   bfloat16 *of_hidden, *of_weight;  // either may be null
   i64 rows, size, vocab;
 };
-
-static i64 blocks_of(i64 count) { return (count + SIDE - 1) / SIDE; }
 
 // What a thread has found of a row: its highest logit h, in powers of 2; the sum of 2^(x - h), and that of 2^(x - h) (x - h).
 struct Found {

@@ -27,7 +27,7 @@ struct Split {
   Split(i64 total, i64 most, i64 multiple) {
     count = (total + most - 1) / most;
     count = (count + multiple - 1) / multiple * multiple;
-    size = ((total + count - 1) / count + SIDE - 1) / SIDE * SIDE;
+    size = blocks_of((total + count - 1) / count) * SIDE;
     count = (total + size - 1) / size;
   }
 };
@@ -49,7 +49,7 @@ static void store_turned(bfloat16* out, i64 stride, const float* sums, i64 rows,
 static void multiply_turned(bfloat16* out, Matrix one, Matrix other, i64 tokens, bool is_turned) {
   const int threads = omp_get_max_threads();
   const Split times(tokens, TOKENS, 1), rows(one.width, MOST_ROWS, threads), columns(other.width, MOST_COLUMNS, 1);
-  const i64 all_columns = (other.width + SIDE - 1) / SIDE, steps = times.size / SIDE;
+  const i64 all_columns = blocks_of(other.width), steps = times.size / SIDE;
   static thread_local Memory<bfloat16> right_m;
   bfloat16* const packed = right_m.of(times.count * steps * all_columns * BLOCK);
 #pragma omp parallel
@@ -70,7 +70,7 @@ static void multiply_turned(bfloat16* out, Matrix one, Matrix other, i64 tokens,
     for (i64 i = 0; i < rows.count; i++)
       for (i64 j = 0; j < columns.count; j++) {
         const i64 row = i * rows.size, column = j * columns.size, width = std::min(columns.size, other.width - column);
-        const i64 row_blocks = (std::min(rows.size, one.width - row) + SIDE - 1) / SIDE, column_blocks = (width + SIDE - 1) / SIDE;
+        const i64 row_blocks = blocks_of(std::min(rows.size, one.width - row)), column_blocks = blocks_of(width);
         for (i64 t = 0; t < times.count; t++) {
           for (i64 s = 0; s < steps; s++)
             for (i64 r = 0; r < row_blocks; r++) {

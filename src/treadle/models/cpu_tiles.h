@@ -25,6 +25,9 @@ using i64 = int64_t;
 using bfloat16 = uint16_t;
 
 constexpr i64 SIDE = 32, HALF = SIDE / 2, BLOCK = SIDE * SIDE;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+static inline i64 blocks_of(i64 count) { return (count + SIDE - 1) / SIDE; }
 
 static inline uint32_t lowest_bits(i64 count) { return count >= SIDE ? ~0u : count <= 0 ? 0u : (1u << count) - 1; }
 
