@@ -102,6 +102,8 @@ class ForkServer:
         self._number += 1
         folder = Path(self._files.name) / str(self._number)
         folder.mkdir()
+        for name in ("stdout", "stderr"):
+            (folder / name).touch()  # a child may be killed before it opens them
         request = {"argv": list(argv), "cwd": str(cwd), "env": dict(env or {}), "folder": str(folder)}
         return Child(self, self.ask(request, START_SECONDS)["pid"], folder)
 
