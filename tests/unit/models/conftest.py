@@ -45,6 +45,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "llama, a window it ignores": ("LlamaConfig", {**GROUPED, "sliding_window": 4}),
+    "qwen2, a window in one layer": (
+        "Qwen2Config",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
     "mistral, sliding window": ("MistralConfig", {**WIDE, "sliding_window": 4}),
     "gemma2, soft caps": (
         "Gemma2Config",

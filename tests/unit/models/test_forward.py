@@ -17,6 +17,8 @@ PACKED = [
     "llama, a key head for each query head, biases",
     "qwen2",
     "qwen3",
+    "llama, a window it ignores",
+    "qwen2, a window in one layer",
     "mistral, sliding window",
     "gemma2, soft caps",
     "gpt2",
