@@ -39,7 +39,6 @@ Pair = Sequence[Tensor]
 class LayerAttention:
     """What a layer says about its attention besides queries, keys and values."""
 
-    layer_idx: int
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
@@ -53,14 +52,23 @@ class AttentionPlan(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call of the attention function: what the layer declares, and the heads it passes."""
+
+    layer: LayerAttention
+    kv_heads: int
+    head_dim: int  # the larger of a key's and a value's
+
+
 class LayerRecorder:
-    """A plan that computes nothing and keeps what each layer declares, in the order of the calls."""
+    """A plan that computes nothing and keeps the calls, in their order."""
 
     def __init__(self) -> None:
-        self.layers: list[LayerAttention] = []
+        self.calls: list[RecordedCall] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-        self.layers.append(layer)
+        self.calls.append(RecordedCall(layer, key.shape[1], max(key.shape[2], value.shape[2])))
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
@@ -86,7 +94,6 @@ def treadle_attention(
     if kwargs.get("s_aux") is not None:
         raise ModelError(f"{type(module).__name__} uses attention sinks, which Treadle does not know yet")
     layer = LayerAttention(
-        layer_idx=module.layer_idx,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.errors import ModelError
-from treadle.models.attention import PLAN_KEY, AttentionPlan, PackedAttention
+from treadle.models.attention import PLAN_KEY, AttentionPlan, LayerRecorder, PackedAttention, RecordedCall
 from treadle.models.layout import Family, PackedLayout
 
 if TYPE_CHECKING:
@@ -65,6 +65,15 @@ def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tenso
         **{PLAN_KEY: plan},
     )
     return out.last_hidden_state.squeeze(0)
+
+
+@torch.no_grad()
+def attention_calls(model: PreTrainedModel) -> list[RecordedCall]:
+    """Return the calls of the attention function in one forward pass, in their order."""
+    token = torch.zeros(1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    recorder = LayerRecorder()
+    hidden_states(model, token, token, recorder)
+    return recorder.calls
 
 
 def check_forward(model: PreTrainedModel, tolerance: float) -> None:

@@ -188,8 +188,8 @@ def declared_attention(attention: nn.Module) -> LayerAttention:
     known = {"position_embeddings": (turn, turn), "attention_mask": None, PLAN_KEY: recorder}
     with torch.no_grad():
         torch.func.functional_call(attention, weights, (hidden,), known)
-    (layer,) = recorder.layers
-    return layer
+    (call,) = recorder.calls
+    return call.layer
 
 
 def fuse_layers(model: Any) -> int:

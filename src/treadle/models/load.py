@@ -115,7 +115,7 @@ def load_model(
     model.to(device)
     model.requires_grad_(trainable)
     model.eval()
-    _switch_dropout_off(model)
+    switch_dropout_off(model)
     if fused:
         fuse_norms(model)
         fuse_layers(model)
@@ -135,7 +135,7 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.requires_grad_(trainable)
     model.eval()
-    _switch_dropout_off(model)
+    switch_dropout_off(model)
     if fused:
         fuse_norms(model)
         fuse_layers(model)
@@ -172,7 +172,7 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _switch_dropout_off(model: torch.nn.Module) -> None:
+def switch_dropout_off(model: torch.nn.Module) -> None:
     """Set every dropout to 0: the modules, and the rates that layers hand to a dropout function or skip a layer by."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -217,6 +217,36 @@ def kv_heads_of(hf_config: PretrainedConfig) -> tuple[int, int]:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Longest sequence the model's positions allow, in tokens."""
-    limited = hasattr(config, "max_position_embeddings") and config.max_position_embeddings
-    return int(config.max_position_embeddings) if limited else 1 << 30
+    """Return the longest sequence for which the model computes one and the same function of its tokens, in tokens.
+
+    That is what its positions allow; with rotary factors that switch with the length of the sequence (longrope, dynamic),
+    the length up to which they don't. Beyond it the numbers of a prefix depend on what follows: neither a sequence that
+    grows token by token nor a packed row can equal the model's own forward pass of the whole.
+    """
+    config = config.get_text_config()
+    limits = [switch for _, switch in _switching_positions(config)]
+    if getattr(config, "max_position_embeddings", None):
+        limits.append(config.max_position_embeddings)
+    return int(min(limits, default=1 << 30))
+
+
+def context_note(config: PretrainedConfig) -> str:
+    """Return why the context is shorter than the model's positions, in brackets after a space; empty if it is not."""
+    config = config.get_text_config()
+    for kind, switch in _switching_positions(config):
+        if switch == context_length(config):
+            return f" (its {kind} positions change beyond original_max_position_embeddings = {switch})"
+    return ""
+
+
+def _switching_positions(config: PretrainedConfig) -> list[tuple[str, int]]:
+    """Return the type of each kind of rotary positions that switches with the length, and the length."""
+    found = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in found.values() if isinstance(part, dict)] or [found]
+    switching = []
+    for part in parts:
+        kind, switch = part.get("rope_type", part.get("type")), part.get("original_max_position_embeddings")
+        switch = switch or getattr(config, "original_max_position_embeddings", None)
+        if kind == "longrope" and switch:
+            switching.append((kind, int(switch)))
+    return switching

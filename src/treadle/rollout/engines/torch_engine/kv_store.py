@@ -10,9 +10,16 @@ Axis letters: `L` layers, `C` sequences (prefix slots or rows), `K` key/value he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from treadle.errors import ModelError
+from treadle.models.forward import attention_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTH_STEP = 16
 """Lengths are rounded up to this: matmul kernels are prepared per shape, and few shapes keep them cached."""
@@ -47,6 +54,24 @@ class KVShape:
     @property
     def row_bytes(self) -> int:
         return self.row_capacity * self.token_bytes
+
+
+def token_shape(model: PreTrainedModel) -> KVShape:
+    """Return the shape of a store for one token of a model, as the model's own forward pass asks for it.
+
+    Raises:
+        ModelError: if layers differ in the number or the size of their key/value heads.
+    """
+    calls = attention_calls(model)
+    shapes = {(call.kv_heads, call.head_dim) for call in calls}
+    if len(shapes) != 1:
+        what = " and ".join(f"{heads} of {size}" for heads, size in sorted(shapes)) or "none"
+        raise ModelError(
+            f"{type(model).__name__}: layers have different key/value heads ({what}), which the torch engine can't store; "
+            "choose --rollout-engine vllm or sglang"
+        )
+    kv_heads, head_dim = shapes.pop()
+    return KVShape(len(calls), kv_heads, head_dim, 1, 1, 1, 1, model.get_input_embeddings().weight.dtype)
 
 
 class Sequences:
