@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.errors import ModelError
+from treadle.errors import ModelError, first_line
 from treadle.types import Message
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def load_codec(path: str) -> Codec:
     if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
         raise ModelError(f"no tokenizer in {path!r}; a model folder needs tokenizer.json beside config.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the loader raises many kinds for the same cause
         raise ModelError(
-            f"no tokenizer in {path!r}: {str(error).splitlines()[0]}; a model folder needs tokenizer.json beside config.json"
+            f"no tokenizer in {path!r}: {first_line(error)}; a model folder needs tokenizer.json beside config.json"
         ) from error
     eos = _eos_of_generation_config(Path(path))
     if tokenizer.eos_token_id is not None:
