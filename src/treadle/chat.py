@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treadle.errors import ModelError
 from treadle.types import Message
@@ -84,16 +84,70 @@ class Codec:
         self.tokenizer.save_pretrained(folder)
 
 
-def _eos_of_generation_config(path: Path) -> set[int]:
-    file = path / "generation_config.json"
-    if not file.is_file():
-        return set()
-    value = json.loads(file.read_text()).get("eos_token_id")
-    return set() if value is None else set(value) if isinstance(value, list) else {value}
+def _read_json(path: str, name: str) -> dict[str, Any]:
+    """Read a JSON file of a model folder or hub id; empty if the model has no such file.
+
+    Raises:
+        ModelError: if the file can't be read or is no JSON object.
+    """
+    from transformers.utils.hub import cached_file
+
+    try:
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            return {}
+        value = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{name} of {path!r} can't be read ({_first_line(error)}); restore the file, or delete a generation_config.json"
+        ) from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} of {path!r} holds a JSON {type(value).__name__}, not an object; restore the file")
+    return value
+
+
+def _eos_ids(path: str, num_known: int) -> set[int]:
+    """Return the ids that end an answer by generation_config.json and config.json; `num_known` is the tokenizer's size.
+
+    Only what the files say counts: class defaults of transformers name tokens that the model may not have.
+
+    Raises:
+        ModelError: if a file can't be read or names an id that is no token of the model.
+    """
+    generation, config = _read_json(path, "generation_config.json"), _read_json(path, "config.json")
+    nested = config.get("text_config")
+    text_config = nested if isinstance(nested, dict) else {}
+    sizes = [size for size in (config.get("vocab_size"), text_config.get("vocab_size")) if isinstance(size, int)]
+    limit = max([num_known, *sizes])
+    found: set[int] = set()
+    for name, table in (
+        ("generation_config.json", generation),
+        ("config.json", config),
+        ("text_config in config.json", text_config),
+    ):
+        value = table.get("eos_token_id")
+        for item in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(item) is not int or not 0 <= item < limit:
+                raise ModelError(
+                    f"eos_token_id in {name} of {path!r} holds {item!r}; it must be a token id from 0 to {limit - 1}, "
+                    "or a list of them: correct the file"
+                )
+            found.add(item)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def load_codec(path: str) -> Codec:
-    """Load the tokenizer of a model folder or hub id; raises `ModelError` where there is none."""
+    """Load the tokenizer of a model folder or hub id.
+
+    An answer ends with any end-of-sequence id of the tokenizer, generation_config.json or config.json.
+
+    Raises:
+        ModelError: if there is no tokenizer, or an end-of-sequence id can't be read.
+    """
     from transformers import AutoTokenizer
 
     if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
@@ -102,9 +156,9 @@ def load_codec(path: str) -> Codec:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # the loader raises many kinds for the same cause
         raise ModelError(
-            f"no tokenizer in {path!r}: {str(error).splitlines()[0]}; a model folder needs tokenizer.json beside config.json"
+            f"no tokenizer in {path!r}: {_first_line(error)}; a model folder needs tokenizer.json beside config.json"
         ) from error
-    eos = _eos_of_generation_config(Path(path))
+    eos = _eos_ids(path, len(tokenizer))
     if tokenizer.eos_token_id is not None:
         eos.add(int(tokenizer.eos_token_id))
     return Codec(tokenizer, frozenset(eos), path)

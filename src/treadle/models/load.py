@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,7 +132,7 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_attention())
     model.tie_weights()
-    if Path(path).is_dir() and (Path(path) / "generation_config.json").is_file():
+    with suppress(OSError):  # it has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.requires_grad_(trainable)
     model.eval()
