@@ -60,20 +60,30 @@ class Codec:
         _, found, rest = whole.partition(mark)
         if not found:
             raise ModelError(f"the chat template of {self.name!r} does not keep the model's earlier answers")
-        ends = (self.decode([token], skip_special_tokens=False) for token in sorted(self.eos_token_ids))
+        ends = (self.decode([token]) for token in sorted(self.eos_token_ids))
         return rest.removeprefix(next((end for end in ends if end and rest.startswith(end)), ""))
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of text that `render_messages` made: its special tokens are already in it."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; for people, rewards and stop strings, never to be tokenised again."""
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included; never to be tokenised again."""
         return str(
-            self.tokenizer.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
+            self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
+
+    def response_text(self, token_ids: Sequence[int]) -> str:
+        """Return what the model said, for rewards, environments and people.
+
+        The tokens that only end a response (end of sequence, padding) are left out at its end. All others stay,
+        special or not: a special `<answer>` is part of the answer. Stop strings and stop tokens that were asked for
+        stay as well.
+        """
+        ends, length = {*self.eos_token_ids, self.tokenizer.pad_token_id}, len(token_ids)
+        while length and int(token_ids[length - 1]) in ends:
+            length -= 1
+        return self.decode(token_ids[:length])
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, special ones among them."""

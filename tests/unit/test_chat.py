@@ -40,10 +40,28 @@ def test_spaces_before_punctuation_stay(tiny_codec):
     assert tiny_codec.decode(tiny_codec.encode_text(text)) == text
 
 
-def test_special_tokens_are_hidden_from_people_and_rewards(tiny_codec):
-    ids = [*tiny_codec.encode_text("hi"), EOS, BOT]
-    assert tiny_codec.decode(ids) == "hi"
-    assert tiny_codec.decode(ids, skip_special_tokens=False) == "hi<eos><bot>"
+def test_a_response_keeps_every_token_but_those_that_end_it(codec_with):
+    codec = codec_with(None, eos=frozenset({EOS, 5}))
+    codec.tokenizer.pad_token = "<bot>"
+    h, i = codec.encode_text("hi")
+    assert codec.decode([h, EOS, USER, i, EOS]) == "h<eos><user>i<eos>"
+    for ending in ([], [EOS], [5], [EOS, BOT, BOT], [BOT, 5, EOS, EOS]):
+        assert codec.response_text([h, USER, EOS, i, *ending]) == "h<user><eos>i"
+        assert codec.response_text(np.array([h, *ending], dtype=np.int32)) == "h"
+        assert codec.response_text(ending) == ""
+
+
+def test_a_special_token_that_marks_the_answer_reaches_the_text(tiny_codec):
+    """As a model whose `<answer>` was added as a special token: a reward's pattern must find it."""
+    import copy
+    import re
+
+    tokenizer = copy.deepcopy(tiny_codec.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    codec = Codec(tokenizer, frozenset({EOS}), "marks")
+    ids = [*codec.encode_rendered("so <answer>42</answer>"), EOS]
+    assert len(ids) == 3 + 4 + 1
+    assert re.findall("<answer>(.*?)</answer>", codec.response_text(ids)) == ["42"]
 
 
 def test_messages_are_rendered_to_where_the_answer_begins(tiny_codec):
