@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treadle.errors import ModelError
+from treadle.errors import ModelError, first_line
 from treadle.types import Message
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _read_json(path: str, name: str) -> dict[str, Any]:
         value = json.loads(Path(file).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{name} of {path!r} can't be read ({_first_line(error)}); restore the file, or delete a generation_config.json"
+            f"{name} of {path!r} can't be read ({first_line(error)}); restore the file, or delete a generation_config.json"
         ) from error
     if not isinstance(value, dict):
         raise ModelError(f"{name} of {path!r} holds a JSON {type(value).__name__}, not an object; restore the file")
@@ -146,10 +146,6 @@ def _eos_ids(path: str, num_known: int) -> set[int]:
     return found
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def load_codec(path: str) -> Codec:
     """Load the tokenizer of a model folder or hub id.
 
@@ -163,10 +159,10 @@ def load_codec(path: str) -> Codec:
     if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
         raise ModelError(f"no tokenizer in {path!r}; a model folder needs tokenizer.json beside config.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the loader raises many kinds for the same cause
         raise ModelError(
-            f"no tokenizer in {path!r}: {_first_line(error)}; a model folder needs tokenizer.json beside config.json"
+            f"no tokenizer in {path!r}: {first_line(error)}; a model folder needs tokenizer.json beside config.json"
         ) from error
     eos = _eos_ids(path, len(tokenizer))
     if tokenizer.eos_token_id is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.errors import ModelError
+from treadle.errors import ModelError, first_line
 from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
@@ -76,7 +76,7 @@ def load_config(path: str) -> PretrainedConfig:
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path!r} is not a model folder: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # hub, JSON and validation errors alike
         raise ModelError(f"no model at {path!r}: {first_line(error)}") from error
 
@@ -97,7 +97,12 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=register_attention(), output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=register_attention(),
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
@@ -130,7 +135,9 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
 
     config = load_config(path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_attention())
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=register_attention(), trust_remote_code=False
+        )
     model.tie_weights()
     with suppress(OSError):  # it has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
@@ -162,15 +169,10 @@ def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
 
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {str(folder)!r}: {first_line(error)}") from error
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def first_line(error: Exception) -> str:
-    """What an exception says, cut to one line; its class where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _switch_dropout_off(model: torch.nn.Module) -> None:

@@ -15,6 +15,7 @@ from treadle.config import AlgorithmSection, Config, CriticSection
 from treadle.metrics import Metric, metric
 from treadle.models.attention import PackedAttention
 from treadle.models.load import save_model
+from treadle.models.recompute import recompute_layers
 from treadle.models.value import ValueModel, read_value_head, save_value_head
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
@@ -46,9 +47,8 @@ class Critic:
         own = {"lr": self.section.critic_lr, "min_lr": config.optim.min_lr * ratio}
         optim = config.optim.model_copy(update={**own, "lr_warmup_steps": self.section.critic_lr_warmup_steps})
         self.optimizer = MasterOptimizer(self.parallel, optim, total_steps)
-        self.checkpointing = config.model.gradient_checkpointing
-        if self.checkpointing:
-            self.model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.model.gradient_checkpointing:
+            recompute_layers(self.model.model)
 
     def values(self, batch: Batch) -> Tensor:
         """Value of the state before each trained token, float32 [T], 0 at the others."""
@@ -69,7 +69,6 @@ class Critic:
         """One optimizer step on the samples of one policy step; needs values, returns and loss weights."""
         metrics: list[Metric] = []
         loss = 0.0
-        self.model.train(self.checkpointing)
         for (packed, part), is_last in with_last(self.micro_batches.packed(batch)):
             new, at = self._values(packed), packed.tokens
             if not at.shape[0]:
@@ -84,7 +83,6 @@ class Critic:
             self.parallel.backward(share, is_last=is_last)
             loss += float(share.detach())
             metrics += _metrics(old, returns, result.clipped)
-        self.model.eval()
         loss = float(self.parallel.ranks.sum(torch.tensor(loss, dtype=torch.float64)))
         update = self.optimizer.step(loss_is_finite=bool(torch.isfinite(torch.tensor(loss))))
         if not self.parallel.grid.is_first:

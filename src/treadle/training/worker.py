@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from treadle.config import BatchArithmetic, Config
 from treadle.metrics import Metric, metric
 from treadle.models.load import save_model
+from treadle.models.recompute import recompute_layers
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
@@ -70,7 +71,7 @@ class Trainer:
         self._host = HostCopies()
         self.optimizer = MasterOptimizer(self.policy, config.optim, total_steps)
         if config.model.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(self.model)
 
     # One rollout
 
@@ -191,7 +192,6 @@ class Trainer:
         metrics = [metric("train/num_skipped_samples", len(whole) - len(batch))]
         losses = torch.zeros(3, dtype=torch.float64)  # the whole, of the policy, of KL
         backend = self.config.model.attention_backend
-        self.model.train(self.config.model.gradient_checkpointing)
         count = 0
         for (packed, part), is_last in with_last(self.micro_batches.packed(batch)):
             if not packed.tokens.shape[0]:
@@ -204,7 +204,6 @@ class Trainer:
                 [float(result.loss.detach()), result.policy_loss, result.kl_loss], dtype=losses.dtype
             )
             metrics += micro_batch_metrics(result)
-        self.model.eval()
         loss, policy_loss, kl_loss = self.policy.ranks.sum(losses).tolist()
         update = self.optimizer.step(loss_is_finite=bool(torch.isfinite(torch.tensor(loss))))
         metrics.append(metric("train/num_micro_batches", count))
