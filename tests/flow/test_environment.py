@@ -82,7 +82,7 @@ def test_replies_are_masked_and_the_models_own_tokens_are_kept(play, tiny_codec)
     assert pieces[2].tolist() == pieces[4].tolist() == reply
     for piece, turn in zip(pieces[1::2], heard[2], strict=True):
         assert tiny_codec.decode(piece.tolist()) == turn
-    assert sample.text == heard[2][0] + "XYZ" + heard[2][1] + "XYZ" + heard[2][2]
+    assert sample.text == "<eos><user>XYZ<bot>".join(heard[2])
 
 
 def test_the_number_of_turns_and_of_tokens_is_bounded(play) -> None:

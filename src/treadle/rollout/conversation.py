@@ -35,7 +35,7 @@ class Conversation:
 
         A turn that did not end by itself ends the sample, with its status. So do the limits: the sample is truncated.
         """
-        turns = [self.codec.decode(first.token_ids)]
+        turns = [self.codec.response_text(first.token_ids)]
         trajectory.add_sampled(first)
         completion, status = first, first.status
         while status is Status.COMPLETED:
@@ -58,7 +58,7 @@ class Conversation:
                 break
             trajectory.add_given(given)
             completion = await self._next_turn(trajectory, replace(sampling, max_new_tokens=left), len(turns))
-            turns.append(self.codec.decode(completion.token_ids))
+            turns.append(self.codec.response_text(completion.token_ids))
             status = completion.status
         return self._sample(trajectory, status)
 
@@ -80,5 +80,5 @@ class Conversation:
         return completion
 
     def _sample(self, trajectory: Trajectory, status: Status) -> Sample:
-        text = self.codec.decode(trajectory.token_ids[len(trajectory.prompt.token_ids) :])
+        text = self.codec.response_text(trajectory.token_ids[len(trajectory.prompt.token_ids) :])
         return trajectory.finish(status, text)
