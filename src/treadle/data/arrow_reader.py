@@ -67,7 +67,9 @@ def read_parquet(path: Path) -> ArrowReader:
     if num_rows == 0:
         raise DataError(f"{path} is empty: it has a schema but no rows")
     try:
-        found = datasets.load_dataset("parquet", data_files=glob.escape(str(path.resolve())), split="train")
+        found = datasets.load_dataset(
+            "parquet", data_files=glob.escape(str(path.resolve())), split="train", trust_remote_code=False
+        )
     except Exception as error:  # the builder wraps whatever goes wrong in many kinds
         raise DataError(f"{path} can't be read: {first_line(error)}") from error
     return ArrowReader(found, str(path))
@@ -108,7 +110,10 @@ def read_folder(path: Path, split: str | None) -> ArrowReader:
 
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
-        found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
+        if saved:
+            found = datasets.load_from_disk(str(path))
+        else:
+            found = datasets.load_dataset(str(path), trust_remote_code=False)
     except Exception as error:  # as above
         raise DataError(
             f"folder {str(path)!r} holds no readable data set ({first_line(error)}); it takes what "
@@ -123,7 +128,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> ArrowReader:
 
     shown = f"{name}:{config}" if config else name
     try:
-        found = datasets.load_dataset(name, config)
+        found = datasets.load_dataset(name, config, trust_remote_code=False)
     except Exception as error:  # as above
         raise DataError(
             f"no data set {shown!r}: there is no such file or folder, and the hub says: {first_line(error)}"

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treadle.errors import ModelError
 from treadle.models.attention import ATTENTION_NAME, PackedAttention, register_attention
+from treadle.models.context import context_length
 from treadle.models.forward import head_of, hidden_states
 from treadle.models.fused import fuse_layers
 from treadle.models.layout import Family, PackedLayout
@@ -36,7 +37,7 @@ TOLERANCE = 1e-3
 LONGEST = 34
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Probe:
     """A miniature of an architecture twice, with the same weights: as transformers runs it, and as Treadle does."""
 
@@ -53,18 +54,29 @@ class Probe:
         return self.own(input_ids=tokens[None], use_cache=False).logits[0].float()
 
 
+_checked: dict[tuple[str, bool], Probe] = {}
+
+
 def check_architecture(config: PretrainedConfig, *, fused: bool = True) -> Probe:
     """Compare Treadle's forward and backward pass with transformers' on a miniature; return it for further checks.
 
     Raises:
         ModelError: if they differ, or if the architecture can't be run on a packed row.
     """
+    key = config.to_json_string(use_diff=False), fused
+    if key not in _checked:
+        _checked[key] = _check(config, fused=fused)
+    return _checked[key]
+
+
+def _check(config: PretrainedConfig, *, fused: bool) -> Probe:
     name = f"{type(config).__name__.removesuffix('Config')} ({config.model_type})"
-    with _refusals(name):
+    with _refusals(name, "a small model of this kind can't be built to check it"):
         probe = _probe(config, fused=fused)
         layout = _layout(probe.longest)
         tokens = torch.arange(1, layout.num_tokens + 1) * 7919 % (VOCABULARY - 4) + 3
         logits, reference = _own_pass(probe, layout, tokens)
+    with _refusals(name, "they can't run on a packed row"):
         hidden = hidden_states(probe.ours, tokens, layout.position_ids, PackedAttention(layout))
         ours = head_of(probe.ours).logits(hidden).float()
         gap = token_gap(ours, logits)
@@ -74,14 +86,15 @@ def check_architecture(config: PretrainedConfig, *, fused: bool = True) -> Probe
     return probe
 
 
+@torch.no_grad()
 def token_gap(ours: Tensor, own: Tensor) -> float:
     """Return the largest mean distance of a token's logits [N, V], in standard deviations of a logit; NaN if any is NaN."""
     return float(((ours - own).abs().mean(-1) / own.std().clamp_min(1e-12)).max())
 
 
 @contextlib.contextmanager
-def _refusals(name: str) -> Iterator[None]:
-    """Say of everything that goes wrong which architecture it is, in one line."""
+def _refusals(name: str, what: str) -> Iterator[None]:
+    """Say of everything that goes wrong which architecture it is, in one line; `what` is why, unless it is known."""
     try:
         yield
     except ModelError as error:
@@ -91,13 +104,11 @@ def _refusals(name: str) -> Iterator[None]:
             why = "they do not take their attention from transformers' attention interface"
         else:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            why = f"they can't run on a packed row ({type(error).__name__}: {lines[0]})"
+            why = f"{what} ({type(error).__name__}: {lines[0]})"
         raise ModelError(f"{name} models are not supported: {why}") from error
 
 
 def _probe(config: PretrainedConfig, *, fused: bool) -> Probe:
-    from treadle.models.load import context_length, switch_dropout_off
-
     small = miniature(config)
     own, ours = miniature_model(small, "eager"), miniature_model(small, register_attention())
     ours.load_state_dict(own.state_dict())
@@ -107,6 +118,16 @@ def _probe(config: PretrainedConfig, *, fused: bool) -> Probe:
         fuse_norms(ours)
         fuse_layers(ours)
     return Probe(own, ours, min(LONGEST, context_length(small)))
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Set every dropout to 0: the modules, and the rates that layers hand to a dropout function or skip a layer by."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
 
 
 def _layout(longest: int) -> PackedLayout:
@@ -138,7 +159,7 @@ def _own_pass(probe: Probe, layout: PackedLayout, tokens: Tensor) -> tuple[Tenso
 
 
 def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
 
 

@@ -119,6 +119,10 @@ class PackedAttention:
         self._grids: dict[tuple[int, int, int | None, torch.dtype], Grid] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
+        if key.shape[2] != value.shape[2]:  # zeros change neither scores nor sums; what computes has one head size
+            size = max(key.shape[2], value.shape[2])
+            wide = (widened(x, size) for x in (query, key, value))
+            return self.attend(*wide, layer)[..., : value.shape[2]]
         if self.backend == "auto" and layer.softcap is None:
             out = self._row.attend(query, key, value, layer.scaling, layer.sliding_window)
             if out is not None:
@@ -159,6 +163,11 @@ class PackedAttention:
             values = torch.cat([value[before], value[own]]) if before.stop > before.start else value[own]
             outs.append(causal_attention(query[own], keys, values, layer))
         return torch.cat(outs) if outs else query
+
+
+def widened(x: Tensor, size: int) -> Tensor:
+    """Return heads [N, H, E] with zeros up to `size`."""
+    return x if x.shape[2] == size else F.pad(x, (0, size - x.shape[2]))
 
 
 def capped_scores(scores: Tensor, softcap: float | None) -> Tensor:

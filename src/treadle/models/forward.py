@@ -7,7 +7,7 @@ last token only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +56,15 @@ def head_of(model: PreTrainedModel) -> Head:
     return Head(layer.weight, layer.bias, scale, softcap)
 
 
+def body_of(model: PreTrainedModel) -> Any:
+    """Return the part of a model that turns tokens into hidden states."""
+    body = model.base_model
+    return model.model if body is model else body  # a class may name a prefix that it does not have
+
+
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
     """Run the model's body on one packed row: token_ids and position_ids int64 [N] → hidden states [N, D]."""
-    out = model.base_model(
+    out = body_of(model)(
         input_ids=token_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         use_cache=False,

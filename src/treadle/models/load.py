@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.errors import ModelError
-from treadle.models.attention import ATTENTION_NAME, register_attention
+from treadle.errors import ModelError, first_line
+from treadle.models.architecture import Probe, check_architecture, switch_dropout_off
+from treadle.models.attention import register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
@@ -75,9 +77,26 @@ def load_config(path: str) -> PretrainedConfig:
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path!r} is not a model folder: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # hub, JSON and validation errors alike
         raise ModelError(f"no model at {path!r}: {first_line(error)}") from error
+
+
+def check_loadable(path: str, config: PretrainedConfig, *, fused: bool = True) -> Probe:
+    """Check the architecture of the model at `path` without its weights; return what `check_architecture` does.
+
+    Raises:
+        ModelError: if it is not a causal language model, or not a supported one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        kind = type(config).__name__.removesuffix("Config")
+        raise ModelError(f"can't load a causal language model from {path!r}: {kind} ({config.model_type}) is none")
+    try:
+        return check_architecture(config, fused=fused)
+    except ModelError as error:
+        raise ModelError(f"{path!r}: {error}") from error
 
 
 def load_model(
@@ -93,18 +112,17 @@ def load_model(
     from transformers.utils import logging as transformers_logging
 
     config = load_config(path)
+    check_loadable(path, config, fused=fused)
     transformers_logging.disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=register_attention(), output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=register_attention(),
+            output_loading_info=True,
+            trust_remote_code=False,
         )
-    except KeyError as error:
-        if error.args != (ATTENTION_NAME,):
-            raise ModelError(f"can't load a causal language model from {path!r}: {error!r}") from error
-        raise ModelError(
-            f"{path!r}: {type(config).__name__.removesuffix('Config')} models do not take their attention from "
-            "transformers' attention interface; this architecture is not supported"
-        ) from error
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {path!r}: {first_line(error)}") from error
     if found["missing_keys"]:
@@ -113,7 +131,8 @@ def load_model(
             "the model folder is not whole"
         )
     model.to(device)
-    model.requires_grad_(trainable)
+    if not trainable:  # what the architecture itself freezes stays frozen
+        model.requires_grad_(False)
     model.eval()
     switch_dropout_off(model)
     if fused:
@@ -129,11 +148,14 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
 
     config = load_config(path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_attention())
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=register_attention(), trust_remote_code=False
+        )
     model.tie_weights()
-    if Path(path).is_dir() and (Path(path) / "generation_config.json").is_file():
+    with suppress(OSError):  # it has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
-    model.requires_grad_(trainable)
+    if not trainable:  # what the architecture itself freezes stays frozen
+        model.requires_grad_(False)
     model.eval()
     switch_dropout_off(model)
     if fused:
@@ -161,25 +183,10 @@ def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
 
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {str(folder)!r}: {first_line(error)}") from error
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def first_line(error: Exception) -> str:
-    """What an exception says, cut to one line; its class where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def switch_dropout_off(model: torch.nn.Module) -> None:
-    """Set every dropout to 0: the modules, and the rates that layers hand to a dropout function or skip a layer by."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and "drop" in name:
-                setattr(module, name, 0.0)
 
 
 def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> None:
@@ -208,45 +215,10 @@ def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def kv_heads_of(hf_config: PretrainedConfig) -> tuple[int, int]:
-    """How many key/value heads a layer has, and their size."""
-    heads = hf_config.num_attention_heads
-    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-    return int(kv_heads), int(head_dim)
-
-
-def context_length(config: PretrainedConfig) -> int:
-    """Return the longest sequence for which the model computes one and the same function of its tokens, in tokens.
-
-    That is what its positions allow; with rotary factors that switch with the length of the sequence (longrope, dynamic),
-    the length up to which they don't. Beyond it the numbers of a prefix depend on what follows: neither a sequence that
-    grows token by token nor a packed row can equal the model's own forward pass of the whole.
-    """
+def kv_heads_of(config: PretrainedConfig) -> tuple[int, int]:
+    """How many key/value heads a layer has, and their size; of layers that differ, the largest of both."""
     config = config.get_text_config()
-    limits = [switch for _, switch in _switching_positions(config)]
-    if getattr(config, "max_position_embeddings", None):
-        limits.append(config.max_position_embeddings)
-    return int(min(limits, default=1 << 30))
-
-
-def context_note(config: PretrainedConfig) -> str:
-    """Return why the context is shorter than the model's positions, in brackets after a space; empty if it is not."""
-    config = config.get_text_config()
-    for kind, switch in _switching_positions(config):
-        if switch == context_length(config):
-            return f" (its {kind} positions change beyond original_max_position_embeddings = {switch})"
-    return ""
-
-
-def _switching_positions(config: PretrainedConfig) -> list[tuple[str, int]]:
-    """Return the type of each kind of rotary positions that switches with the length, and the length."""
-    found = getattr(config, "rope_parameters", None) or {}
-    parts = [part for part in found.values() if isinstance(part, dict)] or [found]
-    switching = []
-    for part in parts:
-        kind, switch = part.get("rope_type", part.get("type")), part.get("original_max_position_embeddings")
-        switch = switch or getattr(config, "original_max_position_embeddings", None)
-        if kind == "longrope" and switch:
-            switching.append((kind, int(switch)))
-    return switching
+    layers = config.per_layer_config if config.is_heterogeneous else [config]
+    heads = max(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers)
+    sizes = [getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers]
+    return int(heads), int(max(sizes))

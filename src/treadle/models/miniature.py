@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 HEADS, HEAD_SIZE = 4, 16
-CONTEXT = 40
+CONTEXT = 64
 """Positions of a miniature, where a config limits them."""
 SWITCH = 24
 """Length at which rotary factors of a miniature switch."""
@@ -33,33 +33,44 @@ _RULES: tuple[_Rule, ...] = tuple(
         (r"original_max_position", SWITCH),
         (r"max_(target_|source_)?(position|seq)|n_positions|n_ctx|(context|model_max)_length", CONTEXT),
         (r"window|chunk_size|local_attention|topk$|topk_blocks$|_extent$|(^|_)block_size", WINDOW),
-        (r"num_experts_per_tok|moe_(k|topk)|^topk_group$", 2),
-        (r"expert|^n_group$", 4),
+        (r"^topk_group$", 1),
+        (r"^(n|num_expert)_group$|num_experts_per_tok|moe_(k|topk)|top_k_experts", 2),
+        (r"expert", 4),
+        (r"mamba.*heads$", 2 * HEADS),
+        (r"mamba.*d_state|state_size$", HEAD_SIZE),
         (r"vocab", VOCABULARY),
         (r"layers_per|first_k|offset|interval|period|dense_layers|kv_shared|_step$|pattern", 2),
         (r"(key_value|kv).*heads$", HEADS),
         (r"(^|_)(head|heads)$", HEADS),
         (r"(rope|rotary)_(head_)?dim$", HEAD_SIZE // 2),
-        (r"head_(dim|size)$|headdim$|kv_channels|dim_head|d_head", HEAD_SIZE),
+        (r"head_(dim|size)$|headdim$|kv_channels|dim_head|d_head$", HEAD_SIZE),
         (r"(intermediate|ffn|feed_forward|mlp).*|^d(im)?_?ff$|inner", 32),
         (r"hidden_size$|n_embd|d_model|emb(ed)?(ding)?_(dim|size)$|embed_proj_dim|lru_width", HEADS * HEAD_SIZE),
     )
 )
-_LAYER_COUNTS = re.compile(r"^n(um)?_(hidden_)?layers?$|^(encoder|decoder)_layers$|^num_(en|de)coder_layers$|^num_blocks$")
+_LAYER_COUNTS = re.compile(
+    r"^n(um)?_(hidden_)?layers?$|^(encoder|decoder)_layers$|^num_(en|de)coder_layers$|^num_blocks$"
+)
 _TOKENS = re.compile(r"_(token_)?(id|ids|index|idx)$")
-_KEPT = re.compile(r"cycles$|^seed$|^expand|_expand$|n_langs|num_codebooks|groups?$|^hc_|ngram|altup")
+_KEPT = re.compile(r"cycles$|^seed$|^expand|_expand$|n_langs|num_codebooks|groups$|^hc_|ngram|altup|conv")
 
 
 def miniature(config: PretrainedConfig) -> PretrainedConfig:
     """Return a small config of the same class and with the same features."""
-    small = copy.deepcopy(config)
+    layers = _kept_layers(config)
+    apart: dict[str, dict[str, Any]] = config.to_dict().get("per_layer_config") or {}
+    small = type(config).from_dict({**config.to_dict(), "per_layer_config": {}}) if apart else copy.deepcopy(config)
     for name in small.sub_configs:
         part = getattr(small, name, None)
         if part is not None and not isinstance(part, dict):
             setattr(small, name, miniature(part))
-    layers = _kept_layers(config)
     for name, value in config.to_dict().items():
-        if name in small.sub_configs or name in ("model_type", "transformers_version", "rope_parameters"):
+        if name in small.sub_configs or name in (
+            "model_type",
+            "transformers_version",
+            "rope_parameters",
+            "per_layer_config",
+        ):
             continue
         if _LAYER_COUNTS.search(name) and isinstance(value, int):
             setattr(small, name, len(layers))
@@ -69,14 +80,20 @@ def miniature(config: PretrainedConfig) -> PretrainedConfig:
             shrunk = _shrunk(name, value, config)
             if shrunk != value:
                 setattr(small, name, shrunk)
-    if getattr(config, "qk_rope_head_dim", None):  # a key's head is a part with positions beside one without
+    if getattr(config, "qk_nope_head_dim", None):  # a key's head is a part with positions beside one without
         if config.head_dim == config.qk_rope_head_dim:
             small.head_dim = small.qk_rope_head_dim
         small.qk_head_dim = small.qk_nope_head_dim + small.qk_rope_head_dim
     rope = getattr(config, "rope_parameters", None)
     if rope:
         small.rope_parameters = _shrunk_rope(rope, small)
-    return small
+    if not apart:
+        return small
+    kept = {
+        i: apart.get(f"{layer:02d}", {}) for i, layer in enumerate(layers)
+    }  # twice as wide: unlike the other layers
+    wide = {f"{i:02d}": {k: 2 * _shrunk(k, v, config) for k, v in own.items()} for i, own in kept.items() if own}
+    return type(config).from_dict({**small.to_dict(), "per_layer_config": wide})
 
 
 def _num_layers(config: PretrainedConfig) -> int:
@@ -137,8 +154,10 @@ def miniature_model(config: PretrainedConfig, attention: str) -> PreTrainedModel
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+        torch.default_generator.manual_seed(SEED)  # not torch.manual_seed, which seeds every device
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
+        )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim < 2 or name.endswith("bias"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.config import Config, RunLength, batch_arithmetic, check_config, parse_eval_sets, run_length
-from treadle.errors import ModelError
+from treadle.errors import ModelError, first_line
 from treadle.run.memory import MachineMemory, ModelShape, gib, machine_memory, memory_of_workers
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     check_config(config)
     from treadle.chat import load_codec
     from treadle.models.bundled import resolve
-    from treadle.run.build import find_teacher, longest_prompt, resolve_objective
+    from treadle.run.build import check_models, find_teacher, longest_prompt, resolve_objective
 
     if not config.debug.debug_rollout_only:
         resolve_objective(config)
@@ -73,6 +73,7 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     path = resolve(name, fetch_missing=False)
     if path != name and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{name} is not on this machine yet; `treadle model fetch {name}` downloads it")
+    check_models(config, path, fetch_missing=False)
     shape = _model_shape(config, path)
     codec, max_prompt = load_codec(path), longest_prompt(config, path)
     teacher = find_teacher(config, codec, max_prompt, fetch_missing=False)
@@ -87,14 +88,15 @@ def _model_shape(config: Config, path: str) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from treadle.models.load import compute_dtype, context_length, kv_heads_of, load_config, pick_device
+    from treadle.models.context import context_length
+    from treadle.models.load import compute_dtype, kv_heads_of, load_config, pick_device
 
     hf_config = load_config(path)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     except Exception as error:  # whatever an architecture's code raises
-        raise ModelError(f"can't build a causal language model from {path!r}: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"can't build a causal language model from {path!r}: {first_line(error)}") from error
     text_config = hf_config.get_text_config()
     linears = [m for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
     kv_heads, head_dim = kv_heads_of(text_config)

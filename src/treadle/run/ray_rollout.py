@@ -11,7 +11,8 @@ from treadle.chat import load_codec
 from treadle.data import PromptSource
 from treadle.errors import EngineLostError
 from treadle.metrics import Metric, metric
-from treadle.models.load import context_length, load_config
+from treadle.models.context import context_length
+from treadle.models.load import load_config
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.pool import EnginePool, OnPublish
 from treadle.rollout.filters import load_filter

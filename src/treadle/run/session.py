@@ -50,6 +50,7 @@ def open_session(config: Config, progress: Progress) -> Session:
     config = _with_dtype(config, checkpoint)
     progress.phase("looking for the model")
     model_path = resolve(config.model.hf_checkpoint)
+    build.check_models(config, model_path)
     codec = load_codec(model_path)
     return Session(config, progress, checkpoint, model_path, codec, build.longest_prompt(config, model_path))
 

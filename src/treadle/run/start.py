@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.config import Config, check_config
 from treadle.errors import ConfigError
+from treadle.models.context import context_length
 from treadle.models.export import export_model
-from treadle.models.load import context_length, is_model_folder
+from treadle.models.load import is_model_folder
 from treadle.observe.progress import Progress
 from treadle.rollout.filters import load_filter
 from treadle.rollout.manager import RolloutManager

@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from treadle.errors import ModelError
-from treadle.models.load import (
-    compute_dtype,
-    context_length,
-    load_config,
-    load_model,
-    load_parameters,
-    pick_device,
-    save_model,
-)
+from treadle.models.context import context_length
+from treadle.models.load import compute_dtype, load_config, load_model, load_parameters, pick_device, save_model
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from treadle.models.attention import LayerAttention, PackedAttention, capped_scores
+from treadle.models.attention import LayerAttention, PackedAttention, capped_scores, widened
 from treadle.models.cpu_kernels import CpuKernels, DecodeKernel
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.kv_store import KVStore
@@ -38,7 +37,7 @@ class PrefillAttention:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
         size = self.store.shape.head_dim
-        keys, values = _widened(key, size), _widened(value, size)
+        keys, values = widened(key, size), widened(value, size)
         for slot, span in self.spans:
             self.store.write_prefix(self._calls, slot, keys[span], values[span])
         self._calls += 1
@@ -131,7 +130,7 @@ class DecodeAttention:
         size = self.store.shape.head_dim
         if key.shape[2] == value.shape[2] == size:
             return self._attend(index, query, key, value, layer)
-        wide = (_widened(x, size) for x in (query, key, value))
+        wide = (widened(x, size) for x in (query, key, value))
         return self._attend(index, *wide, layer)[..., : value.shape[2]]
 
     def _attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
@@ -176,9 +175,7 @@ class DecodeAttention:
         repeat, dim = query.shape[1:]
         prefixes, kv_heads = self.store.prefixes, self.store.shape.kv_heads
         grid = query.view(len(query), -1).index_select(0, self._grid[1]).view(self.num_slots, kv_heads, -1, dim)
-        keys, values = (
-            x.view(self.num_slots, kv_heads, -1, dim) for x in prefixes.first(index, self.num_slots)
-        )
+        keys, values = (x.view(self.num_slots, kv_heads, -1, dim) for x in prefixes.first(index, self.num_slots))
         if layer.softcap is None and query.device.type == "cpu":
             out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 grid, keys, values, 0.0, False, attn_mask=mask, scale=layer.scaling
@@ -195,8 +192,3 @@ class DecodeAttention:
         """Slots side by side [S, K, M·Q, X] → rows [B·K, Q, X]."""
         size = grid.shape[-1]
         return grid.reshape(-1, repeat * size).index_select(0, self._grid[0]).view(-1, repeat, size)
-
-
-def _widened(x: Tensor, size: int) -> Tensor:
-    """Return heads [N, H, E] with zeros up to `size`: an architecture's keys may be wider than its values, or narrower."""
-    return x if x.shape[2] == size else F.pad(x, (0, size - x.shape[2]))

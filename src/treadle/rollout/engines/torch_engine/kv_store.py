@@ -60,18 +60,17 @@ def token_shape(model: PreTrainedModel) -> KVShape:
     """Return the shape of a store for one token of a model, as the model's own forward pass asks for it.
 
     Raises:
-        ModelError: if layers differ in the number or the size of their key/value heads.
+        ModelError: if layers differ in the number of their key/value heads. Smaller heads are stored as the largest.
     """
     calls = attention_calls(model)
-    shapes = {(call.kv_heads, call.head_dim) for call in calls}
-    if len(shapes) != 1:
-        what = " and ".join(f"{heads} of {size}" for heads, size in sorted(shapes)) or "none"
+    heads = sorted({call.kv_heads for call in calls})
+    if len(heads) != 1:
         raise ModelError(
-            f"{type(model).__name__}: layers have different key/value heads ({what}), which the torch engine can't store; "
-            "choose --rollout-engine vllm or sglang"
+            f"{type(model).__name__} has layers of {' and '.join(map(str, heads)) or 'no'} key/value heads, which the torch "
+            "engine can't store; choose --rollout-engine vllm or sglang"
         )
-    kv_heads, head_dim = shapes.pop()
-    return KVShape(len(calls), kv_heads, head_dim, 1, 1, 1, 1, model.get_input_embeddings().weight.dtype)
+    size = max(call.head_dim for call in calls)
+    return KVShape(len(calls), heads[0], size, 1, 1, 1, 1, model.get_input_embeddings().weight.dtype)
 
 
 class Sequences:

@@ -18,7 +18,8 @@ import torch
 from treadle.models.inference import inference_model
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention
-from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore, round_up, token_shape
+from treadle.rollout.engines.torch_engine.check import check_decode
+from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore, round_up
 from treadle.rollout.engines.torch_engine.sampler import SamplingTensors, row_seed, sample, uniforms
 from treadle.types import Completion, SamplingParams, Status
 
@@ -72,7 +73,7 @@ class Scheduler:
     ):
         self.model = model
         self.inference = inference_model(model, fused=limits.fused)
-        self._token = token_shape(model)
+        self._token = check_decode(model, self.inference)
         self._parameters = tuple(model.parameters())  # a walk over all modules costs 1 % of a small step
         self._prepared: tuple[int, int] | None = None
         self.eos_token_ids = eos_token_ids
