@@ -14,7 +14,7 @@ from treadle.data.arrow_reader import read_csv, read_folder, read_hub, read_parq
 from treadle.data.gym_reader import GYM_PREFIX, GymReader
 from treadle.data.json_reader import JsonReader
 from treadle.errors import DataError
-from treadle.registry import resolve
+from treadle.registry import resolve, user_code
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _SLICE = re.compile(r"(?P<location>.*)@\[(?P<rows>[^\[\]]*)\]", re.DOTALL)
@@ -211,10 +211,8 @@ def _open_object(location: str) -> Reader:
     """The reader of the user's own code: a reader, a sequence of dict rows, or a callable that returns one."""
     found: Any = resolve("data reader", location, {})
     if callable(found):
-        try:
+        with user_code(lambda what: DataError(f"data reader {location!r} {what}")):
             found = found()
-        except Exception as error:  # user code: it raises what it likes
-            raise DataError(f"data reader {location!r} raised {type(error).__name__}: {error}") from error
     if all(hasattr(found, name) for name in ("row", "column", "locate", "__len__")):
         reader: Reader = found
         return reader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,7 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
             config, dtype=dtype, attn_implementation=register_attention(), trust_remote_code=False
         )
     model.tie_weights()
-    if Path(path).is_dir() and (Path(path) / "generation_config.json").is_file():
+    with suppress(OSError):  # it has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.requires_grad_(trainable)
     model.eval()
