@@ -104,6 +104,7 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
         trainer = None
         if not config.debug.debug_rollout_only:
             trainer = await compute.run(build.build_trainer, config, model, schedule.num_rollout, progress, teacher)
+            await compute.run(trainer.try_writing, session.codec.save)
         await compute.run(restore, session, trainer, source)
         scorer = await build.open_scorer(config, config.reward, stack) if source is not None else None
         outputs = open_outputs(session, recipe_name, stack, continues=True)
