@@ -49,10 +49,18 @@ class Codec:
         except Exception as error:  # templates are Jinja programs: they raise what they like
             raise ModelError(f"the chat template of {self.name!r} refused the messages: {error}") from error
 
-    def render_reply(self, messages: Sequence[Message]) -> str:
-        """Messages that follow an answer the model ended by itself, up to where its next answer begins.
+    def encode_reply(self, turn: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Return the token ids between a turn the model sampled and its next one: the end of the turn, then the messages.
 
-        Raises `ModelError` where the chat template can't continue a conversation.
+        The chat template renders the messages after an answer. What its text there and the sampled turn have in common,
+        usually the end-of-turn token, is left out. A turn that ended otherwise (by a stop string, or by another
+        end-of-sequence token) is given the template's end.
+
+        Args:
+            turn: token ids of the model's last turn, as sampled.
+            messages: what follows it.
+        Raises:
+            ModelError: if the chat template refuses the messages or can't continue a conversation.
         """
         mark = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
         before: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
@@ -60,8 +68,10 @@ class Codec:
         _, found, rest = whole.partition(mark)
         if not found:
             raise ModelError(f"the chat template of {self.name!r} does not keep the model's earlier answers")
-        ends = (self.decode([token]) for token in sorted(self.eos_token_ids))
-        return rest.removeprefix(next((end for end in ends if end and rest.startswith(end)), ""))
+        given, sampled = self.encode_rendered(rest), [int(token) for token in turn]
+        most = min(len(given), len(sampled))
+        common = next((k for k in range(most, 0, -1) if sampled[-k:] == given[:k]), 0)
+        return given[common:]
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of text that `render_messages` made: its special tokens are already in it."""

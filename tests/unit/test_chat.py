@@ -77,26 +77,38 @@ def test_messages_are_rendered_to_where_the_answer_begins(tiny_codec):
     assert tiny_codec.encode_rendered(text) == [USER, a, BOT, b, EOS, USER, c, BOT]
 
 
-def test_a_reply_continues_after_the_end_the_model_sampled(tiny_codec):
-    """Prompt, answer, eos and reply joined are the tokens of the whole conversation rendered at once."""
+@pytest.mark.parametrize("ended_by_itself", [True, False])
+def test_a_reply_continues_as_the_template_does_however_the_turn_ended(tiny_codec, ended_by_itself):
+    """Prompt, answer and reply joined are the tokens of the whole conversation rendered at once."""
     prompt, answer = [{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}
     reply = [{"role": "tool", "content": "c"}, {"role": "user", "content": "d"}]
-    sampled = [*tiny_codec.encode_text("b"), EOS]
-    joined = [
-        *tiny_codec.encode_rendered(tiny_codec.render_messages(prompt)),
-        *sampled,
-        *tiny_codec.encode_rendered(tiny_codec.render_reply(reply)),
-    ]
+    sampled = [*tiny_codec.encode_text("b"), *([EOS] if ended_by_itself else [])]
+    given = tiny_codec.encode_reply(np.array(sampled, dtype=np.int32), reply)
+    joined = [*tiny_codec.encode_rendered(tiny_codec.render_messages(prompt)), *sampled, *given]
     assert joined == tiny_codec.encode_rendered(tiny_codec.render_messages([*prompt, answer, *reply]))
+    assert (given[0] == EOS) is not ended_by_itself
 
 
 def test_a_reply_where_a_turn_ends_with_another_token_than_eos(codec_with):
     """As Gemma's: the end of a turn is in generation_config, and the tokenizer's eos is another."""
-    template = "{% for m in messages %}{{ m.content }}<user>{% endfor %}<bot>"
-    codec = codec_with(template, eos=frozenset({EOS, USER}))
-    assert codec.render_reply([{"role": "user", "content": "c"}]) == "c<user><bot>"
-    plain = codec_with(template)
-    assert plain.render_reply([{"role": "user", "content": "c"}]) == "<user>c<user><bot>"
+    codec = codec_with("{% for m in messages %}{{ m.content }}<user>{% endfor %}<bot>", eos=frozenset({EOS, USER}))
+    b, c = codec.encode_text("bc")
+    reply = [{"role": "user", "content": "c"}]
+    assert codec.encode_reply([b, USER], reply) == [c, USER, BOT]
+    assert codec.encode_reply([b], reply) == [USER, c, USER, BOT]
+    # A turn may end with a token that the template does not put there: the template's end comes after it.
+    assert codec.encode_reply([b, EOS], reply) == [USER, c, USER, BOT]
+
+
+def test_what_a_turn_has_sampled_of_its_end_is_not_given_twice(codec_with):
+    """A template without special tokens, and a stop string that begins the user's header."""
+    codec = codec_with("{% for m in messages %}{{ m.content }}##{{ m.role }}:{% endfor %}")
+    reply = [{"role": "user", "content": "c"}]
+    rest = codec.encode_text("##assistant:c##user:")
+    assert codec.encode_reply(codec.encode_text("b"), reply) == rest
+    assert codec.encode_reply(codec.encode_text("b#"), reply) == rest[1:]
+    assert codec.encode_reply(codec.encode_text("b##"), reply) == rest[2:]
+    assert codec.encode_reply([], reply) == rest
 
 
 def test_no_template_says_what_to_do(codec_with):
@@ -116,7 +128,7 @@ def test_a_template_that_drops_earlier_answers_can_not_continue(codec_with):
     codec = codec_with("{{ messages[-1].content }}<bot>")
     assert codec.render_messages([{"role": "user", "content": "a"}]) == "a<bot>"
     with pytest.raises(ModelError, match="does not keep the model's earlier answers"):
-        codec.render_reply([{"role": "user", "content": "a"}])
+        codec.encode_reply([], [{"role": "user", "content": "a"}])
 
 
 @pytest.fixture
