@@ -13,6 +13,7 @@ is in the attention mask only, tokens mixed outside of attention, positions that
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,9 +50,18 @@ class Probe:
     def name(self) -> str:
         return type(self.ours).__name__
 
+    def freezes(self, name: str) -> bool:
+        """True if the architecture does not train the weight `name` of a model of any size."""
+        return _kind_of(name) in {_kind_of(own) for own, p in self.own.named_parameters() if not p.requires_grad}
+
     def own_logits(self, tokens: Tensor) -> Tensor:
         """Run transformers' forward pass of one sequence [N] → [N, V]."""
         return self.own(input_ids=tokens[None], use_cache=False).logits[0].float()
+
+
+def _kind_of(name: str) -> str:
+    """Return the name of a weight without the numbers of layers."""
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 _checked: dict[tuple[str, bool], Probe] = {}
@@ -81,7 +91,10 @@ def _check(config: PretrainedConfig, *, fused: bool) -> Probe:
         ours = head_of(probe.ours).logits(hidden).float()
         gap = token_gap(ours, logits)
         if not gap <= TOLERANCE:
-            raise ModelError(f"a packed forward pass differs from the model's own by {gap:.2g} standard deviations")
+            raise ModelError(
+                f"on a packed row a token's logits differ from the model's own by {gap:.2g} standard deviations; its masks, "
+                "its positions or its layers depend on other tokens of the row in a way that Treadle does not know"
+            )
         _check_gradients(probe, (ours * _toward(ours)).sum(), reference)
     return probe
 
@@ -165,12 +178,16 @@ def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]
 
 def _check_gradients(probe: Probe, loss: Tensor, reference: dict[str, Tensor | None]) -> None:
     found = _gradients(probe.ours, loss)
+
+    def is_zero(grad: Tensor | None) -> bool:
+        return grad is None or not bool(grad.any())
+
+    lost = [name for name, own in reference.items() if is_zero(found[name]) and not is_zero(own)]
+    if lost:
+        raise ModelError(f"on a packed row the weight {lost[0]!r} gets no gradient")
     largest = max(float(grad.abs().max()) for grad in reference.values() if grad is not None)
     for name, own in reference.items():
-        ours = found[name]
-        expected = torch.zeros(()) if own is None else own
+        ours, expected = found[name], torch.zeros(()) if own is None else own
         gap = (torch.zeros_like(expected) if ours is None else ours) - expected
-        scale = max(float(expected.abs().max()), 1e-3 * largest)
-        if not float(gap.abs().max()) <= TOLERANCE * scale:
-            what = "gets no gradient" if ours is None else "gets another gradient than in the model's own pass"
-            raise ModelError(f"on a packed row the weight {name!r} {what}")
+        if not float(gap.abs().max()) <= TOLERANCE * max(float(expected.abs().max()), 1e-3 * largest):
+            raise ModelError(f"on a packed row the weight {name!r} gets another gradient than in the model's own pass")

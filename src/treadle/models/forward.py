@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treadle.errors import ModelError
 from treadle.models.attention import PLAN_KEY, AttentionPlan, LayerRecorder, PackedAttention, RecordedCall
+from treadle.models.context import check_length
 from treadle.models.layout import Family, PackedLayout
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def body_of(model: PreTrainedModel) -> Any:
 
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
     """Run the model's body on one packed row: token_ids and position_ids int64 [N] → hidden states [N, D]."""
+    if isinstance(plan, PackedAttention):
+        check_length(model.config, plan.layout.longest)
     out = body_of(model)(
         input_ids=token_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
@@ -121,4 +124,6 @@ def _forward_gap(model: PreTrainedModel) -> float:
         finally:
             model.set_attn_implementation(own)
     theirs = torch.cat([first, second[6:]])
+    if not torch.isfinite(theirs).all():
+        raise ModelError(f"the logits of {type(model).__name__} are not finite: its weights are damaged")
     return ((ours - theirs).abs().mean() / theirs.std().clamp_min(1e-12)).item()

@@ -116,7 +116,7 @@ def load_model(
     from transformers.utils import logging as transformers_logging
 
     config = load_config(path)
-    check_loadable(path, config, fused=fused)
+    probe = check_loadable(path, config, fused=fused)
     transformers_logging.disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -135,8 +135,8 @@ def load_model(
             "the model folder is not whole"
         )
     model.to(device)
-    if not trainable:  # what the architecture itself freezes stays frozen
-        model.requires_grad_(False)
+    for name, parameter in model.named_parameters():  # reading weights forgets which ones are frozen
+        parameter.requires_grad_(trainable and not probe.freezes(name))
     model.eval()
     switch_dropout_off(model)
     if fused:
@@ -193,12 +193,25 @@ def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def stored_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model folder that are no weights, such as the bias of a router."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in weights}
+
+
+def untrained_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a model folder holds beside trained weights: weights that the architecture freezes, and buffers."""
+    frozen = {name: p.detach().float() for name, p in model.named_parameters() if not p.requires_grad}
+    return {**frozen, **stored_buffers(model)}
+
+
 def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> None:
     """Write a model folder (config, generation config, safetensors) with the weights in `state`.
 
-    Tied weights are written once. The folder loads with `AutoModelForCausalLM.from_pretrained`.
+    Tied weights are written once; what is not trained is written as it is. The folder loads with
+    `AutoModelForCausalLM.from_pretrained`.
     """
-    save_pretrained(model, folder, state_dict=state)
+    save_pretrained(model, folder, state_dict={**untrained_tensors(model), **state})
     dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
     if len(dtypes) == 1:
         _write_dtype(folder, dtypes.pop())
@@ -241,8 +254,7 @@ def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 def kv_heads_of(config: PretrainedConfig) -> tuple[int, int]:
     """How many key/value heads a layer has, and their size; of layers that differ, the largest of both."""
-    config = config.get_text_config()
-    layers = config.per_layer_config if config.is_heterogeneous else [config]
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     heads = max(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers)
     sizes = [getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers]
     return int(heads), int(max(sizes))

@@ -22,6 +22,7 @@ CONTEXT = 64
 SWITCH = 24
 """Length at which rotary factors of a miniature switch."""
 WINDOW = 5
+EXPERTS = 6
 VOCABULARY = 96
 MOST_LAYERS = 6
 SEED = 20
@@ -35,7 +36,7 @@ _RULES: tuple[_Rule, ...] = tuple(
         (r"window|chunk_size|local_attention|topk$|topk_blocks$|_extent$|(^|_)block_size", WINDOW),
         (r"^topk_group$", 1),
         (r"^(n|num_expert)_group$|num_experts_per_tok|moe_(k|topk)|top_k_experts", 2),
-        (r"expert", 4),
+        (r"expert", EXPERTS),
         (r"mamba.*heads$", 2 * HEADS),
         (r"mamba.*d_state|state_size$", HEAD_SIZE),
         (r"vocab", VOCABULARY),
@@ -48,6 +49,8 @@ _RULES: tuple[_Rule, ...] = tuple(
         (r"hidden_size$|n_embd|d_model|emb(ed)?(ding)?_(dim|size)$|embed_proj_dim|lru_width", HEADS * HEAD_SIZE),
     )
 )
+_FIXED = frozenset({HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, VOCABULARY})
+"""Sizes that fit each other, and are set even if the model's are smaller."""
 _LAYER_COUNTS = re.compile(
     r"^n(um)?_(hidden_)?layers?$|^(encoder|decoder)_layers$|^num_(en|de)coder_layers$|^num_blocks$"
 )
@@ -127,7 +130,7 @@ def _shrunk(name: str, value: Any, config: PretrainedConfig) -> Any:
         return 1 if value == 1 else HEADS if value == heads else HEADS // 2
     for pattern, size in _RULES:
         if pattern.search(name):
-            return min(value, size)
+            return size if size in _FIXED and value > 2 else min(value, size)
     return min(value, 8)
 
 
