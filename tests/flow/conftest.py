@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fork_server import Child, ForkServer
 from treadle.run.ray_process import NO_IDLE_WORKERS
 
 REWARD = '''
@@ -53,60 +52,11 @@ def read_rows() -> Callable[[Path], list[dict]]:
     return read
 
 
-class Program:
-    """`treadle` with these words in a process of its own; forked from one that has imported what takes long."""
-
-    def __init__(self, words: Sequence[str], log: Path):
-        self.log = log
-        code = (
-            f"import os, sys; log = os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT); os.dup2(log, 1); os.dup2(log, 2)\n"
-        )
-        code += f"from treadle.cli import main; sys.exit(main({list(words)!r}))"
-        # A function of this file could not be found by the other process: tests are no package.
-        self._process = multiprocessing.get_context("forkserver").Process(target=exec, args=(code,))
-        self._process.start()
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text() if self.log.is_file() else ""
-
-    @property
-    def returncode(self) -> int | None:
-        """Minus the signal's number where one ended it; None while it runs."""
-        return self._process.exitcode
-
-    def signal(self, signum: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signum)
-
-    def wait(self, seconds: float) -> int:
-        """The return code once it has ended."""
-        self._process.join(seconds)
-        assert self.returncode is not None, f"it still runs after {seconds} s: {self.output[-2000:]}"
-        return self.returncode
-
-    def signal_when(self, ready: Callable[[], bool], signum: int, seconds: float) -> int:
-        """Send a signal once something is so, which must come before the program ends; the return code."""
-        deadline = time.monotonic() + seconds
-        while not ready():
-            assert self.returncode is None, self.output  # it must not be done before the signal
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.005)
-        self.signal(signum)
-        return self.wait(seconds)
-
-
 @pytest.fixture(scope="session")
-def start_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Program]]:
-    """`start_program("train", *flags)`: a `Program`, with one thread for each matmul."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["treadle.run.start", "treadle.observe.curve", "transformers.models.llama.modeling_llama"]
-    )
-    logs, count = tmp_path_factory.mktemp("programs"), itertools.count()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield lambda *words: Program(words, logs / f"{next(count)}.log")
+def start_program() -> Iterator[Callable[..., Child]]:
+    """`start_program("train", *flags)`: a command in a process of its own, forked from one that has imported what takes long."""
+    with ForkServer() as server:
+        yield lambda *words: server.start(words, cwd=Path.cwd())
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from treadle.config import AlgorithmSection, Config, CriticSection
 from treadle.metrics import Metric, metric
 from treadle.models.attention import PackedAttention
 from treadle.models.load import save_model
+from treadle.models.recompute import recompute_layers
 from treadle.models.value import ValueModel, read_value_head, save_value_head
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
@@ -46,9 +47,8 @@ class Critic:
         own = {"lr": self.section.critic_lr, "min_lr": config.optim.min_lr * ratio}
         optim = config.optim.model_copy(update={**own, "lr_warmup_steps": self.section.critic_lr_warmup_steps})
         self.optimizer = MasterOptimizer(self.parallel, optim, total_steps)
-        self.checkpointing = config.model.gradient_checkpointing
-        if self.checkpointing:
-            self.model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.model.gradient_checkpointing:
+            recompute_layers(self.model.model)
 
     def plan(self, batch: Batch, steps: Sequence[Sequence[int]]) -> Passes:
         """Split the samples of a rollout's steps, all of which the critic trains; every rank does so at the same time."""
@@ -73,7 +73,6 @@ class Critic:
         """One optimizer step on micro-batches of the batch, which has values, returns and loss weights."""
         metrics: list[Metric] = []
         loss = 0.0
-        self.model.train(self.checkpointing)
         for micro_batch, is_last in with_last(micro_batches):
             packed = micro_batch.row.to(self.micro_batches.device)
             new, at = self._values(packed), packed.tokens
@@ -90,7 +89,6 @@ class Critic:
             self.parallel.backward(share, is_last=is_last)
             loss += float(share.detach())
             metrics += _metrics(old, returns, result.clipped)
-        self.model.eval()
         loss = float(self.parallel.ranks.sum(torch.tensor(loss, dtype=torch.float64)))
         update = self.optimizer.step(loss_is_finite=bool(torch.isfinite(torch.tensor(loss))))
         if not self.parallel.grid.is_first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from treadle.config import BatchArithmetic, Config
+from treadle.errors import ModelError, first_line
 from treadle.metrics import Metric, metric
-from treadle.models.load import save_model
+from treadle.models.load import save_model, write_model_config
+from treadle.models.recompute import recompute_layers
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
@@ -85,7 +88,7 @@ class Trainer:
         self._host = HostCopies()
         self.optimizer = MasterOptimizer(self.policy, config.optim, total_steps)
         if config.model.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(self.model)
 
     # One rollout
 
@@ -216,7 +219,6 @@ class Trainer:
         metrics: list[Metric] = []
         losses = torch.zeros(3, dtype=torch.float64)  # the whole, of the policy, of KL
         backend = self.config.model.attention_backend
-        self.model.train(self.config.model.gradient_checkpointing)
         count = 0
         for micro_batch, is_last in with_last(micro_batches):
             packed = micro_batch.row.to(self.device)
@@ -231,7 +233,6 @@ class Trainer:
                 [float(result.loss.detach()), result.policy_loss, result.kl_loss], dtype=losses.dtype
             )
             metrics += micro_batch_metrics(result)
-        self.model.eval()
         loss, policy_loss, kl_loss = self.policy.ranks.sum(losses).tolist()
         update = self.optimizer.step(loss_is_finite=bool(torch.isfinite(torch.tensor(loss))))
         metrics.append(metric("train/num_micro_batches", count))
@@ -277,6 +278,20 @@ class Trainer:
         return self._host.wake()
 
     # Checkpoints
+
+    def try_writing(self, save_codec: Callable[[Path], None]) -> None:
+        """Write what a checkpoint has beside tensors to a folder that is removed, so that what can't be saved is known
+        before training. Raises `ModelError` if the model's files can't be written; one rank calls this."""
+        with tempfile.TemporaryDirectory(prefix="treadle-trial-") as folder:
+            try:
+                for model in (self.model, *([] if self.critic is None else [self.critic.model.model])):
+                    write_model_config(model, Path(folder))
+                save_codec(Path(folder))
+            except Exception as error:  # the writers raise many kinds for the same cause
+                name = self.config.model.hf_checkpoint
+                raise ModelError(
+                    f"the model {name!r} could not be saved after training: {first_line(error)}"
+                ) from error
 
     def write_model(self, folder: Path) -> None:
         """Write the master weights as a Hugging Face folder; all ranks call this."""

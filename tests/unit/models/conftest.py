@@ -64,6 +64,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite, scaled logits": ("GraniteConfig", {**GROUPED, "logits_scaling": 3.0, "attention_multiplier": 0.3}),
     "cohere, scaled logits": ("CohereConfig", {**GROUPED, "logit_scale": 0.3}),
     "mixtral": ("MixtralConfig", {**WIDE, "num_local_experts": 4}),
+    "phimoe": ("PhimoeConfig", {**GROUPED, "num_local_experts": 4}),
     "mamba": ("MambaConfig", MAMBA),
     "bloom": ("BloomConfig", {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {**COMMON, "bos_token_id": 0}),
