@@ -2,6 +2,9 @@
 
 from pydantic import BaseModel, ConfigDict
 
+MAX_SECONDS = 604_800.0
+"""Upper bound of every deadline and interval: a week. Sockets and threads can't wait for much more than three."""
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, and unknown keys are refused."""

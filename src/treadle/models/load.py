@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,7 +64,11 @@ def _matmul_seconds(dtype: torch.dtype) -> float:
 def is_model_folder(path: Path) -> bool:
     """True where a config.json says what model this is; a run's and a checkpoint's own config.json do not."""
     file = path / "config.json"
-    return file.is_file() and "model_type" in json.loads(file.read_text())
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "model_type" in found
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -138,7 +143,7 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
             config, dtype=dtype, attn_implementation=register_attention(), trust_remote_code=False
         )
     model.tie_weights()
-    if Path(path).is_dir() and (Path(path) / "generation_config.json").is_file():
+    with suppress(OSError):  # it has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.requires_grad_(trainable)
     model.eval()
@@ -189,19 +194,39 @@ def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: P
 
     Tied weights are written once. The folder loads with `AutoModelForCausalLM.from_pretrained`.
     """
-    model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    save_pretrained(model, folder, state_dict=state)
     dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
     if len(dtypes) == 1:
         _write_dtype(folder, dtypes.pop())
+
+
+def save_pretrained(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    """Write a model folder as transformers does, the generation config as it is.
+
+    transformers loads a generation config that it refuses to save, such as one with a temperature and no `do_sample`.
+    """
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = None if own is None else GenerationConfig()
+    try:
+        model.save_pretrained(folder, **options)
+    finally:
+        model.generation_config = own
+    _write_generation_config(model, folder)
 
 
 def write_model_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write what a model folder has beside its weights, which are in `dtype`."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    _write_generation_config(model, folder)
     _write_dtype(folder, dtype)
+
+
+def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    if model.generation_config is not None:
+        model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
