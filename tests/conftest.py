@@ -1,7 +1,7 @@
 """What tests of several packages share: a tiny random Llama on disk, its tokenizer, and random scored groups.
 
 Fixtures: `tiny_model_dir`, `make_wide_model`, `wide_model_dir`, `vllm_python`, `sglang_python`, `tiny_model`, `tiny_codec`, `make_groups`,
-`make_config`, `make_trainer`.
+`make_config`, `make_trainer`, `as_nobody`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,40 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def as_nobody(tmp_path: Path) -> Callable[..., str]:
+    """`as_nobody(act)`: the text that `act` returns in a child process that has no rights of root's.
+
+    `tmp_path` and the folders above it are opened to it for reading.
+    """
+
+    def run(act: Callable[[], str]) -> str:
+        if os.geteuid() != 0:
+            return act()
+        for path in (tmp_path, *tmp_path.parents):
+            if path.stat().st_mode & 0o005 != 0o005:
+                path.chmod(path.stat().st_mode | 0o055)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+                os.write(write, act().encode())
+            except BaseException as error:
+                os.write(write, repr(error).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as stream:
+            answer = stream.read()
+        os.waitpid(child, 0)
+        return answer
+
+    return run
 
 
 def _tokenizer() -> Any:

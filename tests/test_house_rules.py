@@ -143,6 +143,23 @@ def test_no_pickle_is_loaded_and_no_setting_is_read_by_a_name_in_a_string():
     report(faults)
 
 
+def test_code_of_a_model_or_a_data_set_is_never_run():
+    """Every loader is told so: one that is not told asks on stdin."""
+    loaders = {"from_pretrained", "from_config", "load_dataset"}
+    faults = []
+    for name, tree in PACKAGE.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute | ast.Name):
+                continue
+            called = ast.unparse(node.func)
+            if called.split(".")[-1] not in loaders or called.startswith("GenerationConfig."):  # that one holds numbers
+                continue
+            told = [keyword.value for keyword in node.keywords if keyword.arg == "trust_remote_code"]
+            if [ast.unparse(value) for value in told] != ["False"]:
+                faults.append(f"{name}:{node.lineno}: {called} without trust_remote_code=False")
+    report(faults)
+
+
 def test_only_the_command_line_and_the_display_print():
     report(
         [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from treadle.errors import ModelError
+from treadle.errors import ModelError, first_line
 from treadle.types import Message
 
 if TYPE_CHECKING:
@@ -49,10 +49,18 @@ class Codec:
         except Exception as error:  # templates are Jinja programs: they raise what they like
             raise ModelError(f"the chat template of {self.name!r} refused the messages: {error}") from error
 
-    def render_reply(self, messages: Sequence[Message]) -> str:
-        """Messages that follow an answer the model ended by itself, up to where its next answer begins.
+    def encode_reply(self, turn: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Return the token ids between a turn the model sampled and its next one: the end of the turn, then the messages.
 
-        Raises `ModelError` where the chat template can't continue a conversation.
+        The chat template renders the messages after an answer. What its text there and the sampled turn have in common,
+        usually the end-of-turn token, is left out. A turn that ended otherwise (by a stop string, or by another
+        end-of-sequence token) is given the template's end.
+
+        Args:
+            turn: token ids of the model's last turn, as sampled.
+            messages: what follows it.
+        Raises:
+            ModelError: if the chat template refuses the messages or can't continue a conversation.
         """
         mark = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
         before: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
@@ -60,20 +68,32 @@ class Codec:
         _, found, rest = whole.partition(mark)
         if not found:
             raise ModelError(f"the chat template of {self.name!r} does not keep the model's earlier answers")
-        ends = (self.decode([token], skip_special_tokens=False) for token in sorted(self.eos_token_ids))
-        return rest.removeprefix(next((end for end in ends if end and rest.startswith(end)), ""))
+        given, sampled = self.encode_rendered(rest), [int(token) for token in turn]
+        most = min(len(given), len(sampled))
+        common = next((k for k in range(most, 0, -1) if sampled[-k:] == given[:k]), 0)
+        return given[common:]
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of text that `render_messages` made: its special tokens are already in it."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; for people, rewards and stop strings, never to be tokenised again."""
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included; never to be tokenised again."""
         return str(
-            self.tokenizer.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
+            self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
+
+    def response_text(self, token_ids: Sequence[int]) -> str:
+        """Return what the model said, for rewards, environments and people.
+
+        The tokens that only end a response (end of sequence, padding) are left out at its end. All others stay,
+        special or not: a special `<answer>` is part of the answer. Stop strings and stop tokens that were asked for
+        stay as well.
+        """
+        ends, length = {*self.eos_token_ids, self.tokenizer.pad_token_id}, len(token_ids)
+        while length and int(token_ids[length - 1]) in ends:
+            length -= 1
+        return self.decode(token_ids[:length])
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, special ones among them."""
@@ -84,27 +104,77 @@ class Codec:
         self.tokenizer.save_pretrained(folder)
 
 
-def _eos_of_generation_config(path: Path) -> set[int]:
-    file = path / "generation_config.json"
-    if not file.is_file():
-        return set()
-    value = json.loads(file.read_text()).get("eos_token_id")
-    return set() if value is None else set(value) if isinstance(value, list) else {value}
+def _read_json(path: str, name: str) -> dict[str, Any]:
+    """Read a JSON file of a model folder or hub id; empty if the model has no such file.
+
+    Raises:
+        ModelError: if the file can't be read or is no JSON object.
+    """
+    from transformers.utils.hub import cached_file
+
+    try:
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            return {}
+        value = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{name} of {path!r} can't be read ({first_line(error)}); restore the file, or delete a generation_config.json"
+        ) from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} of {path!r} holds a JSON {type(value).__name__}, not an object; restore the file")
+    return value
+
+
+def _eos_ids(path: str, num_known: int) -> set[int]:
+    """Return the ids that end an answer by generation_config.json and config.json; `num_known` is the tokenizer's size.
+
+    Only what the files say counts: class defaults of transformers name tokens that the model may not have.
+
+    Raises:
+        ModelError: if a file can't be read or names an id that is no token of the model.
+    """
+    generation, config = _read_json(path, "generation_config.json"), _read_json(path, "config.json")
+    nested = config.get("text_config")
+    text_config = nested if isinstance(nested, dict) else {}
+    sizes = [size for size in (config.get("vocab_size"), text_config.get("vocab_size")) if isinstance(size, int)]
+    limit = max([num_known, *sizes])
+    found: set[int] = set()
+    for name, table in (
+        ("generation_config.json", generation),
+        ("config.json", config),
+        ("text_config in config.json", text_config),
+    ):
+        value = table.get("eos_token_id")
+        for item in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(item) is not int or not 0 <= item < limit:
+                raise ModelError(
+                    f"eos_token_id in {name} of {path!r} holds {item!r}; it must be a token id from 0 to {limit - 1}, "
+                    "or a list of them: correct the file"
+                )
+            found.add(item)
+    return found
 
 
 def load_codec(path: str) -> Codec:
-    """Load the tokenizer of a model folder or hub id; raises `ModelError` where there is none."""
+    """Load the tokenizer of a model folder or hub id.
+
+    An answer ends with any end-of-sequence id of the tokenizer, generation_config.json or config.json.
+
+    Raises:
+        ModelError: if there is no tokenizer, or an end-of-sequence id can't be read.
+    """
     from transformers import AutoTokenizer
 
     if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
         raise ModelError(f"no tokenizer in {path!r}; a model folder needs tokenizer.json beside config.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the loader raises many kinds for the same cause
         raise ModelError(
-            f"no tokenizer in {path!r}: {str(error).splitlines()[0]}; a model folder needs tokenizer.json beside config.json"
+            f"no tokenizer in {path!r}: {first_line(error)}; a model folder needs tokenizer.json beside config.json"
         ) from error
-    eos = _eos_of_generation_config(Path(path))
+    eos = _eos_ids(path, len(tokenizer))
     if tokenizer.eos_token_id is not None:
         eos.add(int(tokenizer.eos_token_id))
     return Codec(tokenizer, frozenset(eos), path)

@@ -3,6 +3,19 @@
 Every message is one line that names the value and the remedy; the command line prints it and nothing else.
 """
 
+from __future__ import annotations
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, or its class if it says nothing.
+
+    A loader that asks for `trust_remote_code` gets our answer: code that lies in a model's folder is never run.
+    """
+    text = str(error)
+    if "trust_remote_code" in text:
+        return "it needs code from its own folder (auto_map), which Treadle never runs; use a model that transformers knows"
+    return (text.strip().splitlines() or [type(error).__name__])[0]
+
 
 class TreadleError(Exception):
     """Base of everything Treadle raises on purpose."""
@@ -38,6 +51,10 @@ class WorkerLostError(TreadleError, RuntimeError):
 
 class RewardError(TreadleError, RuntimeError):
     """A reward can't be built from its name or path."""
+
+
+class FailedSamplesError(TreadleError, RuntimeError):
+    """Too many samples failed in their reward or environment for the rest to be worth training on."""
 
 
 class DeadlineError(TreadleError, TimeoutError):

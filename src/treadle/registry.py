@@ -11,18 +11,27 @@ A value is a registered name, `package.module:object`, or `file.py:object`.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
+import os
+import signal
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from treadle.errors import ConfigError
 
 T = TypeVar("T")
+
+_MAX_ERROR_CHARS = 300
+_MISSING = object()
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -31,9 +40,83 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def describe_error(error: BaseException) -> str:
+    """Describe an exception in one line: its type, its text, and the innermost place it was raised at."""
+    try:
+        said = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    except Exception:  # an exception's own __str__ may raise
+        said = ""
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    text = text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "…"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    frames = [f for f in frames if f.filename != __file__]
+    at = (frames[-1].filename, frames[-1].lineno) if frames else None
+    at = (error.filename, error.lineno) if isinstance(error, SyntaxError) and error.filename else at
+    place = f" ({Path(at[0]).name}:{at[1]})" if at else ""
+    return f"called {error}{place}" if isinstance(error, _ProcessEnd) else f"raised {text}{place}"
+
+
+class _ProcessEnd(BaseException):
+    """Raised by `os._exit` while a user's code runs in this process; no `except Exception` catches it."""
+
+
+_inside = threading.local()  # `pid`: the process in which this thread runs a user's code now
+
+
+@functools.cache
+def _catch_exits() -> None:
+    """Make `os._exit` raise where a user's code calls it; everywhere else, forked children included, it ends the process."""
+    end_process = os._exit
+
+    def _exit(status: int) -> NoReturn:
+        if getattr(_inside, "pid", None) == os.getpid():
+            raise _ProcessEnd(f"os._exit({status!r})")
+        end_process(status)
+
+    os._exit = _exit
+
+
+@contextmanager
+def user_code(fault: Callable[[str], Exception]) -> Iterator[None]:
+    """Run a user's code: whatever it raises is raised as `fault(what it did)`, a line that ends with where it happened.
+
+    `sys.exit`, `os._exit`, and every other `BaseException` count as faults: none may end a run as if it were done. A
+    Ctrl-C of the person at the keyboard is raised as the `KeyboardInterrupt` it is.
+    """
+    _catch_exits()
+    before = getattr(_inside, "pid", None)
+    _inside.pid = os.getpid()
+    try:
+        with _interrupts() as interrupted:
+            try:
+                yield
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and interrupted:
+                    raise
+                raise fault(describe_error(error)) from error
+    finally:
+        _inside.pid = before
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Yield a list that is not empty once SIGINT has come; the handler in place is called as before."""
+    seen: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield seen
+        return
+
+    def note(signum: int, frame: Any) -> None:
+        seen.append(signum)
+        handler(signum, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _import_file(kind: str, name: str, location: str) -> ModuleType:
@@ -49,21 +132,25 @@ def _import_file(kind: str, name: str, location: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look their module up by name
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.append(folder)  # last: a file beside it never hides a module of Python or of a package
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with user_code(lambda what: ConfigError(f"{kind} {name!r}: {location} can't be imported: it {what}")):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[module_name]
-        raise ConfigError(f"{kind} {name!r}: {location} can't be imported: {_reason(error)}") from error
+        raise
     return module
 
 
 def _import_module(kind: str, name: str, location: str) -> ModuleType:
-    try:
-        return importlib.import_module(location)
-    except Exception as error:  # user code runs here: it raises what it likes
+    def fault(what: str) -> ConfigError:
         file = Path(*location.split(".")).with_suffix(".py")
         hint = f"; for the file here write {file}:{name.rpartition(':')[2]}" if file.is_file() else ""
-        raise ConfigError(f"{kind} {name!r}: {location!r} can't be imported: {_reason(error)}{hint}") from error
+        return ConfigError(f"{kind} {name!r}: {location!r} can't be imported: it {what}{hint}")
+
+    with user_code(fault):
+        return importlib.import_module(location)
 
 
 def resolve(kind: str, name: str, registry: Mapping[str, T]) -> T:
@@ -84,8 +171,8 @@ def resolve(kind: str, name: str, registry: Mapping[str, T]) -> T:
     module = _import_file(kind, name, location) if location.endswith(".py") else _import_module(kind, name, location)
     found: Any = module
     for part in path.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise ConfigError(f"{kind} {name!r}: {location} has no {part!r}{suggestion(part, dir(found))}") from None
+        with user_code(lambda what: ConfigError(f"{kind} {name!r}: {location} can't be read: it {what}")):
+            known, found = found, getattr(found, part, _MISSING)
+        if found is _MISSING:
+            raise ConfigError(f"{kind} {name!r}: {location} has no {part!r}{suggestion(part, dir(known))}")
     return cast(T, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def test_replies_are_masked_and_the_models_own_tokens_are_kept(play, tiny_codec)
         return [{"role": "user", "content": "XYZ"}] if len(turns) < 3 else None
 
     sample = play(script)
-    reply = tiny_codec.encode_rendered("<user>XYZ<bot>")
+    # A stop string ended each turn: the end-of-turn token of the template is given, and not trained.
+    reply = tiny_codec.encode_rendered("<eos><user>XYZ<bot>")
     assert sample.status is Status.COMPLETED
     assert [len(turns) for turns in heard] == [1, 2, 3]
     assert heard[2][:2] == heard[1]
@@ -80,7 +82,7 @@ def test_replies_are_masked_and_the_models_own_tokens_are_kept(play, tiny_codec)
     assert pieces[2].tolist() == pieces[4].tolist() == reply
     for piece, turn in zip(pieces[1::2], heard[2], strict=True):
         assert tiny_codec.decode(piece.tolist()) == turn
-    assert sample.text == heard[2][0] + "XYZ" + heard[2][1] + "XYZ" + heard[2][2]
+    assert sample.text == "<eos><user>XYZ<bot>".join(heard[2])
 
 
 def test_the_number_of_turns_and_of_tokens_is_bounded(play) -> None:
@@ -92,6 +94,29 @@ def test_the_number_of_turns_and_of_tokens_is_bounded(play) -> None:
     assert long.status is Status.TRUNCATED
     assert len(long.token_ids) <= 60  # a reply that leaves no room for an answer is not kept
     assert long.loss_mask[-1]
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (3, "it returned 3 of type int; return text, a list of messages"),
+        ({"role": "user", "content": "x"}, "of type dict"),
+        ([], r"it returned \[\] of type list"),
+        (["x"], "message 0 it returned is of type str"),
+        ([{"role": "user", "content": "x"}, {"text": "x"}], r"message 1 it returned has the keys \['text'\]"),
+        ([{"role": "user", "content": 1 / 3, "when": object}], ""),  # the template makes what it can of it
+        ("\ud800", "raised"),
+    ],
+)
+def test_a_reply_of_the_wrong_kind_fails_its_sample_only(play, reply, why) -> None:
+    sample = play(lambda prompt, turns: reply if len(turns) < 2 else None)
+    if why:
+        assert sample.status is Status.FAILED
+        assert sample.reward is None
+        assert sample.response_length > 0
+        assert re.match(f"environment: .*{why}", sample.failure)
+    else:
+        assert sample.status is Status.COMPLETED
 
 
 def test_an_environment_that_raises_or_hangs_fails_its_sample_only(play) -> None:

@@ -40,10 +40,28 @@ def test_spaces_before_punctuation_stay(tiny_codec):
     assert tiny_codec.decode(tiny_codec.encode_text(text)) == text
 
 
-def test_special_tokens_are_hidden_from_people_and_rewards(tiny_codec):
-    ids = [*tiny_codec.encode_text("hi"), EOS, BOT]
-    assert tiny_codec.decode(ids) == "hi"
-    assert tiny_codec.decode(ids, skip_special_tokens=False) == "hi<eos><bot>"
+def test_a_response_keeps_every_token_but_those_that_end_it(codec_with):
+    codec = codec_with(None, eos=frozenset({EOS, 5}))
+    codec.tokenizer.pad_token = "<bot>"
+    h, i = codec.encode_text("hi")
+    assert codec.decode([h, EOS, USER, i, EOS]) == "h<eos><user>i<eos>"
+    for ending in ([], [EOS], [5], [EOS, BOT, BOT], [BOT, 5, EOS, EOS]):
+        assert codec.response_text([h, USER, EOS, i, *ending]) == "h<user><eos>i"
+        assert codec.response_text(np.array([h, *ending], dtype=np.int32)) == "h"
+        assert codec.response_text(ending) == ""
+
+
+def test_a_special_token_that_marks_the_answer_reaches_the_text(tiny_codec):
+    """As a model whose `<answer>` was added as a special token: a reward's pattern must find it."""
+    import copy
+    import re
+
+    tokenizer = copy.deepcopy(tiny_codec.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    codec = Codec(tokenizer, frozenset({EOS}), "marks")
+    ids = [*codec.encode_rendered("so <answer>42</answer>"), EOS]
+    assert len(ids) == 3 + 4 + 1
+    assert re.findall("<answer>(.*?)</answer>", codec.response_text(ids)) == ["42"]
 
 
 def test_messages_are_rendered_to_where_the_answer_begins(tiny_codec):
@@ -59,26 +77,38 @@ def test_messages_are_rendered_to_where_the_answer_begins(tiny_codec):
     assert tiny_codec.encode_rendered(text) == [USER, a, BOT, b, EOS, USER, c, BOT]
 
 
-def test_a_reply_continues_after_the_end_the_model_sampled(tiny_codec):
-    """Prompt, answer, eos and reply joined are the tokens of the whole conversation rendered at once."""
+@pytest.mark.parametrize("ended_by_itself", [True, False])
+def test_a_reply_continues_as_the_template_does_however_the_turn_ended(tiny_codec, ended_by_itself):
+    """Prompt, answer and reply joined are the tokens of the whole conversation rendered at once."""
     prompt, answer = [{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}
     reply = [{"role": "tool", "content": "c"}, {"role": "user", "content": "d"}]
-    sampled = [*tiny_codec.encode_text("b"), EOS]
-    joined = [
-        *tiny_codec.encode_rendered(tiny_codec.render_messages(prompt)),
-        *sampled,
-        *tiny_codec.encode_rendered(tiny_codec.render_reply(reply)),
-    ]
+    sampled = [*tiny_codec.encode_text("b"), *([EOS] if ended_by_itself else [])]
+    given = tiny_codec.encode_reply(np.array(sampled, dtype=np.int32), reply)
+    joined = [*tiny_codec.encode_rendered(tiny_codec.render_messages(prompt)), *sampled, *given]
     assert joined == tiny_codec.encode_rendered(tiny_codec.render_messages([*prompt, answer, *reply]))
+    assert (given[0] == EOS) is not ended_by_itself
 
 
 def test_a_reply_where_a_turn_ends_with_another_token_than_eos(codec_with):
     """As Gemma's: the end of a turn is in generation_config, and the tokenizer's eos is another."""
-    template = "{% for m in messages %}{{ m.content }}<user>{% endfor %}<bot>"
-    codec = codec_with(template, eos=frozenset({EOS, USER}))
-    assert codec.render_reply([{"role": "user", "content": "c"}]) == "c<user><bot>"
-    plain = codec_with(template)
-    assert plain.render_reply([{"role": "user", "content": "c"}]) == "<user>c<user><bot>"
+    codec = codec_with("{% for m in messages %}{{ m.content }}<user>{% endfor %}<bot>", eos=frozenset({EOS, USER}))
+    b, c = codec.encode_text("bc")
+    reply = [{"role": "user", "content": "c"}]
+    assert codec.encode_reply([b, USER], reply) == [c, USER, BOT]
+    assert codec.encode_reply([b], reply) == [USER, c, USER, BOT]
+    # A turn may end with a token that the template does not put there: the template's end comes after it.
+    assert codec.encode_reply([b, EOS], reply) == [USER, c, USER, BOT]
+
+
+def test_what_a_turn_has_sampled_of_its_end_is_not_given_twice(codec_with):
+    """A template without special tokens, and a stop string that begins the user's header."""
+    codec = codec_with("{% for m in messages %}{{ m.content }}##{{ m.role }}:{% endfor %}")
+    reply = [{"role": "user", "content": "c"}]
+    rest = codec.encode_text("##assistant:c##user:")
+    assert codec.encode_reply(codec.encode_text("b"), reply) == rest
+    assert codec.encode_reply(codec.encode_text("b#"), reply) == rest[1:]
+    assert codec.encode_reply(codec.encode_text("b##"), reply) == rest[2:]
+    assert codec.encode_reply([], reply) == rest
 
 
 def test_no_template_says_what_to_do(codec_with):
@@ -98,27 +128,115 @@ def test_a_template_that_drops_earlier_answers_can_not_continue(codec_with):
     codec = codec_with("{{ messages[-1].content }}<bot>")
     assert codec.render_messages([{"role": "user", "content": "a"}]) == "a<bot>"
     with pytest.raises(ModelError, match="does not keep the model's earlier answers"):
-        codec.render_reply([{"role": "user", "content": "a"}])
+        codec.encode_reply([], [{"role": "user", "content": "a"}])
+
+
+@pytest.fixture
+def model_with(tiny_model_dir, tmp_path):
+    """A copy of the tiny model's folder with another generation_config.json (text or bytes) and more in config.json."""
+
+    def make(generation_config=None, **config):
+        folder = tmp_path / "model"
+        shutil.copytree(tiny_model_dir, folder)
+        file = folder / "generation_config.json"
+        file.unlink(missing_ok=True)
+        if generation_config is not None:
+            file.write_bytes(generation_config if isinstance(generation_config, bytes) else generation_config.encode())
+        known = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**known, **config}))
+        return folder
+
+    return make
 
 
 @pytest.mark.parametrize(
-    ("generation_config", "want"),
+    ("generation_config", "config", "want"),
     [
-        (None, {0}),
-        ({}, {0}),
-        ({"eos_token_id": 5}, {0, 5}),
-        ({"eos_token_id": [1, 2]}, {0, 1, 2}),
-        ({"eos_token_id": None}, {0}),
+        (None, {}, {0}),
+        ("{}", {}, {0}),
+        ('{"eos_token_id": 5}', {}, {0, 5}),
+        ('{"eos_token_id": [1, 2]}', {}, {0, 1, 2}),
+        ('{"eos_token_id": null}', {"eos_token_id": None}, {0}),
+        (None, {"eos_token_id": [3, 4]}, {0, 3, 4}),
+        ('{"eos_token_id": 5}', {"eos_token_id": 3, "text_config": {"eos_token_id": [6, 7]}}, {0, 3, 5, 6, 7}),
     ],
 )
-def test_ends_are_those_of_tokenizer_and_generation_config(tiny_model_dir, tmp_path, generation_config, want):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, folder)
-    file = folder / "generation_config.json"
-    file.unlink(missing_ok=True)
-    if generation_config is not None:
-        file.write_text(json.dumps(generation_config))
-    assert load_codec(str(folder)).eos_token_ids == want
+def test_ends_are_those_of_tokenizer_generation_config_and_config(model_with, generation_config, config, want):
+    assert load_codec(str(model_with(generation_config, **config))).eos_token_ids == want
+
+
+def test_ends_of_a_hub_id_are_those_of_its_folder(model_with, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    folder = model_with('{"eos_token_id": [1, 2]}', eos_token_id=[3])
+    repo = tmp_path / "hub" / "models--org--name"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    shutil.copytree(folder, snapshot)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert load_codec("org/name").eos_token_ids == load_codec(str(folder)).eos_token_ids == {0, 1, 2, 3}
+    (snapshot / "generation_config.json").unlink()
+    assert load_codec("org/name").eos_token_ids == {0, 3}
+
+
+def test_ends_of_a_bundled_name_are_those_of_its_folder(model_with, tmp_path, monkeypatch):
+    from treadle.models.bundled import resolve
+
+    folder = model_with('{"eos_token_id": 4}', eos_token_id=[3])
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(folder, tmp_path / "cache" / "models" / "smollm2-135m-instruct")
+    assert load_codec(resolve("smollm2-135m-instruct")).eos_token_ids == {0, 3, 4}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ends_are_the_same_before_and_after_a_save_and_an_export(model_with, tmp_path, sharded):
+    """Files of the ends survive both ways a checkpoint's model is written, and the export of it."""
+    import torch
+
+    from treadle.models.export import export_model
+    from treadle.models.load import empty_model, load_model, save_model, write_model_config
+
+    folder = model_with('{"eos_token_id": [1, 2]}', eos_token_id=[3, 4])
+    want, saved = load_codec(str(folder)), tmp_path / "saved"
+    model = load_model(str(folder), torch.float32, torch.device("cpu"))
+    save_model(model, model.state_dict(), saved)
+    if sharded:
+        for name in ("config.json", "generation_config.json"):
+            (saved / name).unlink()
+        write_model_config(empty_model(str(folder), torch.float32), saved)
+    want.save(saved)
+    assert load_codec(str(saved)).eos_token_ids == want.eos_token_ids == {0, 1, 2, 3, 4}
+    assert load_codec(str(export_model(saved, tmp_path / "out", "bfloat16"))).eos_token_ids == want.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "message"),
+    [
+        ("", r"generation_config\.json of .* can't be read"),
+        (b"\x80\x00\xff", r"generation_config\.json of .* can't be read"),
+        ("[" * 100_000, r"generation_config\.json of .* can't be read"),
+        ("[1]", "holds a JSON list, not an object"),
+        ("null", "holds a JSON NoneType, not an object"),
+        ('{"eos_token_id": "2"}', "eos_token_id in generation_config.json of .* holds '2'"),
+        ('{"eos_token_id": true}', "holds True; it must be a token id from 0 to 97"),
+        ('{"eos_token_id": [1, 2.0]}', "holds 2.0"),
+        ('{"eos_token_id": {"a": 1}}', "holds {'a': 1}"),
+        ('{"eos_token_id": [[1]]}', "holds \\[1\\]"),
+        ('{"eos_token_id": 98}', "holds 98; it must be a token id from 0 to 97"),
+        ('{"eos_token_id": -1}', "holds -1"),
+    ],
+)
+def test_a_generation_config_that_means_nothing_is_one_line(model_with, generation_config, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        load_codec(str(model_with(generation_config)))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_end_in_config_that_is_no_token_is_one_line(model_with):
+    with pytest.raises(ModelError, match=r"eos_token_id in text_config in config\.json of .* holds 99"):
+        load_codec(str(model_with(text_config={"eos_token_id": 99})))
 
 
 def test_a_saved_tokenizer_is_the_same(tiny_codec, tmp_path):

@@ -44,6 +44,16 @@ def own_arguments_are_left_alone(config: Config) -> Iterator[Finding]:
                 yield fault(f"{flag} is not yours to give: Treadle sets it from its own settings")
 
 
+def code_of_models_is_not_run(config: Config) -> Iterator[Finding]:
+    for kind in NAMES:
+        for name, value in config.engine.arguments(kind).items():
+            if name.replace("-", "_") == "trust_remote_code" and value is not False:
+                yield fault(
+                    f"--{kind}-{name.replace('_', '-')} would run code that lies in the model's folder, which Treadle never "
+                    "does; leave it out and use a model that the engine knows"
+                )
+
+
 def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
     engine, cluster, kind = config.engine, config.cluster, config.rollout.rollout_engine
     addresses = engine.rollout_external_engine_addrs
@@ -73,6 +83,7 @@ def servers_receive_by_their_transports(config: Config) -> Iterator[Finding]:
 ENGINE_RULES: tuple[Rule, ...] = (
     server_settings_are_used,
     own_arguments_are_left_alone,
+    code_of_models_is_not_run,
     servers_are_started_or_reached,
     servers_receive_by_their_transports,
 )

@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from treadle.config.values import check_value
 
+MAX_SECONDS = 604_800.0
+"""Upper bound of every deadline and interval: a week. Sockets and threads can't wait for much more than three."""
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys are refused, and numbers are finite and fit in 64 bits."""

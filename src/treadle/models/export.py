@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from treadle.errors import ConfigError, ModelError
+from treadle.errors import ConfigError, ModelError, first_line
 from treadle.models.bundled import resolve
-from treadle.models.load import DTYPES, context_length, first_line, load_config
+from treadle.models.load import DTYPES, context_length, load_config, save_pretrained
+from treadle.models.new_folder import new_folder
 
 
 def export_model(source: Path, out: Path, dtype: str) -> Path:
     """Write a model folder to `out` in `dtype`, tokenizer included.
 
-    The result loads with `AutoModelForCausalLM.from_pretrained(out)`. Raises `ConfigError` for an unknown dtype or a
-    folder that is not empty, `ModelError` where there is no whole model; nothing is left behind then.
+    The result loads with `AutoModelForCausalLM.from_pretrained(out)`. Raises `ConfigError` for an unknown dtype or an
+    `out` that can't be written or is not empty, `ModelError` if there is no whole model; nothing is left behind then.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -24,20 +24,13 @@ def export_model(source: Path, out: Path, dtype: str) -> Path:
         raise ConfigError(f"--dtype {dtype!r} is unknown; choose {' or '.join(DTYPES)}")
     if not (source / "config.json").is_file():
         raise ModelError(f"no model in {str(source)!r}: it has no config.json")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{str(out)!r} is not empty; choose another folder")
-    work = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).save_pretrained(work)
-        AutoTokenizer.from_pretrained(source).save_pretrained(work)
-    except Exception as error:  # the loaders raise many kinds for the same cause
-        shutil.rmtree(work, ignore_errors=True)
-        raise ModelError(f"can't export {str(source)!r} to {str(out)!r}: {first_line(error)}") from error
-    if out.exists():
-        out.rmdir()
-    work.rename(out)
+    with new_folder(out) as work:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False)
+            save_pretrained(model, work)
+            AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(work)
+        except Exception as error:  # the loaders raise many kinds for the same cause
+            raise ModelError(f"can't export {str(source)!r} to {str(out)!r}: {first_line(error)}") from error
     return out
 
 
@@ -49,7 +42,7 @@ def model_info(path: str) -> str:
     folder = resolve(path)
     config = load_config(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     parameters = sum(p.numel() for p in model.parameters())
     return "\n".join(
         [

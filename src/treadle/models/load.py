@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from treadle.errors import ModelError
+from treadle.errors import ModelError, first_line
 from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
@@ -63,7 +64,11 @@ def _matmul_seconds(dtype: torch.dtype) -> float:
 def is_model_folder(path: Path) -> bool:
     """True where a config.json says what model this is; a run's and a checkpoint's own config.json do not."""
     file = path / "config.json"
-    return file.is_file() and "model_type" in json.loads(file.read_text())
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "model_type" in found
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -75,7 +80,7 @@ def load_config(path: str) -> PretrainedConfig:
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path!r} is not a model folder: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # hub, JSON and validation errors alike
         raise ModelError(f"no model at {path!r}: {first_line(error)}") from error
 
@@ -96,7 +101,12 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=register_attention(), output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=register_attention(),
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
@@ -129,9 +139,11 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
 
     config = load_config(path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_attention())
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=register_attention(), trust_remote_code=False
+        )
     model.tie_weights()
-    if Path(path).is_dir() and (Path(path) / "generation_config.json").is_file():
+    with suppress(OSError):  # it has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.requires_grad_(trainable)
     model.eval()
@@ -161,15 +173,10 @@ def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
 
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {str(folder)!r}: {first_line(error)}") from error
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def first_line(error: Exception) -> str:
-    """What an exception says, cut to one line; its class where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _switch_dropout_off(model: torch.nn.Module) -> None:
@@ -187,19 +194,39 @@ def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: P
 
     Tied weights are written once. The folder loads with `AutoModelForCausalLM.from_pretrained`.
     """
-    model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    save_pretrained(model, folder, state_dict=state)
     dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
     if len(dtypes) == 1:
         _write_dtype(folder, dtypes.pop())
+
+
+def save_pretrained(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    """Write a model folder as transformers does, the generation config as it is.
+
+    transformers loads a generation config that it refuses to save, such as one with a temperature and no `do_sample`.
+    """
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = None if own is None else GenerationConfig()
+    try:
+        model.save_pretrained(folder, **options)
+    finally:
+        model.generation_config = own
+    _write_generation_config(model, folder)
 
 
 def write_model_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write what a model folder has beside its weights, which are in `dtype`."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    _write_generation_config(model, folder)
     _write_dtype(folder, dtype)
+
+
+def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    if model.generation_config is not None:
+        model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 def _write_dtype(folder: Path, dtype: torch.dtype) -> None:

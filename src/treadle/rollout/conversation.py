@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from treadle.chat import Codec
+from treadle.registry import describe_error
 from treadle.rollout.engines.base import Engine
-from treadle.rollout.envs import Environment, Reply
+from treadle.rollout.envs import Environment, Reply, read_reply
 from treadle.rollout.trajectory import Trajectory, failed
-from treadle.types import Completion, Sample, SamplingParams, Status
+from treadle.types import Completion, Message, Sample, SamplingParams, Status
 
 
 @dataclass(frozen=True)
@@ -33,22 +35,22 @@ class Conversation:
 
         A turn that did not end by itself ends the sample, with its status. So do the limits: the sample is truncated.
         """
-        turns = [self.codec.decode(first.token_ids)]
+        turns = [self.codec.response_text(first.token_ids)]
         trajectory.add_sampled(first)
-        status = first.status
+        completion, status = first, first.status
         while status is Status.COMPLETED:
             try:
                 reply = await self._reply(trajectory, turns)
+                given = None if reply is None else self._tokens(reply, completion)
             except Exception as error:  # an environment is the user's code: it may raise anything
                 why = (
                     f"no reply within {self.limits.reply_timeout_seconds:g} s"
                     if isinstance(error, TimeoutError)
-                    else repr(error)
+                    else describe_error(error)
                 )
                 return failed(self._sample(trajectory, Status.FAILED), f"environment: {why}")
-            if reply is None:
+            if given is None:
                 break
-            given = self._tokens(reply)
             left = sampling.max_new_tokens - trajectory.num_sampled
             left = min(left, self.limits.max_length - len(trajectory.token_ids) - len(given))
             if left < 1 or len(turns) >= self.limits.max_turns:  # the reply would have no answer: it is left out
@@ -56,18 +58,19 @@ class Conversation:
                 break
             trajectory.add_given(given)
             completion = await self._next_turn(trajectory, replace(sampling, max_new_tokens=left), len(turns))
-            turns.append(self.codec.decode(completion.token_ids))
+            turns.append(self.codec.response_text(completion.token_ids))
             status = completion.status
         return self._sample(trajectory, status)
 
     async def _reply(self, trajectory: Trajectory, turns: list[str]) -> Reply:
         call = self.environment.reply(trajectory.prompt, tuple(turns))
         async with asyncio.timeout(self.limits.reply_timeout_seconds):
-            return await call
+            return read_reply(await call)
 
-    def _tokens(self, reply: str | list) -> list[int]:
-        text = reply if isinstance(reply, str) else self.codec.render_reply(reply)
-        return self.codec.encode_rendered(text)
+    def _tokens(self, reply: str | Sequence[Message], turn: Completion) -> list[int]:
+        if isinstance(reply, str):
+            return self.codec.encode_rendered(reply)
+        return self.codec.encode_reply(turn.token_ids, reply)
 
     async def _next_turn(self, trajectory: Trajectory, sampling: SamplingParams, turn: int) -> Completion:
         own = replace(sampling, seed=sampling.seed + 1_000_003 * turn + trajectory.index)
@@ -77,5 +80,5 @@ class Conversation:
         return completion
 
     def _sample(self, trajectory: Trajectory, status: Status) -> Sample:
-        text = self.codec.decode(trajectory.token_ids[len(trajectory.prompt.token_ids) :])
+        text = self.codec.response_text(trajectory.token_ids[len(trajectory.prompt.token_ids) :])
         return trajectory.finish(status, text)

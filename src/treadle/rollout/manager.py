@@ -109,7 +109,7 @@ class RolloutManager:
         if self.conversation is not None:
             return await self.conversation.finish(trajectory, completion, sampling)
         trajectory.add_sampled(completion)
-        return trajectory.finish(completion.status, self.codec.decode(completion.token_ids))
+        return trajectory.finish(completion.status, self.codec.response_text(completion.token_ids))
 
     @staticmethod
     async def _score(

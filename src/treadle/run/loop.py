@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from treadle.errors import ConfigError, FailedSamplesError, TreadleError
 from treadle.metrics import Metric, metric
 from treadle.run.lease import Lease
 from treadle.run.stop import Stop
@@ -88,12 +89,14 @@ class Parts(Protocol):
 async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop | None = None) -> None:
     """Run rollouts `start_rollout_id` to `num_rollout` - 1; whatever a part raises ends the loop.
 
-    A stop gives up what is being generated, finishes a training step that runs, saves, and ends the loop.
+    A stop gives up what is being generated, finishes a training step that runs, saves, and ends the loop. If the user's
+    own code fails a rollout, what was trained so far is saved before the error is raised.
     """
     stop = stop or Stop()
     start, end = schedule.start_rollout_id, schedule.num_rollout
     in_flight: deque[asyncio.Task[Collection]] = deque()
     next_id = done = saved = start
+    fault: TreadleError | None = None
     carried: list[Metric] = []  # of a save: the line of its own rollout is written before it
     try:
         if schedule.is_eval_due(start):
@@ -106,7 +109,11 @@ async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop 
                 while next_id < end and next_id <= rollout_id + schedule.max_lag:
                     in_flight.append(asyncio.create_task(parts.collect(next_id)))
                     next_id += 1
-                collection = await stop.unless(in_flight.popleft())
+                try:
+                    collection = await stop.unless(in_flight.popleft())
+                except (FailedSamplesError, ConfigError) as error:
+                    fault = error
+                    break
             if collection is None:
                 break
             async with lease.hold("training"):
@@ -123,8 +130,10 @@ async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop 
         for task in in_flight:
             task.cancel()
         await asyncio.gather(*in_flight, return_exceptions=True)
-    if saved < done and schedule.saves_when(stop):
+    if saved < done and (schedule.saves_when(stop) or (fault is not None and schedule.can_save)):
         await parts.save(done)
+    if fault is not None:
+        raise fault
 
 
 async def _evaluate(parts: Parts, lease: Lease, done: int, stop: Stop) -> None:

@@ -59,6 +59,8 @@ class TrainActor(RankActor):
         self._trainer = build.build_trainer(
             config, model, num_rollout, self._notes, self._teacher_path, critic_elsewhere=elsewhere
         )
+        if grid.is_first:
+            self._trainer.try_writing(load_codec(self._setup.model_path).save)
         if checkpoint is not None:
             self._trainer.load(self._found(checkpoint))
         return grid.data.rank

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.config import Config, check_config
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, FailedSamplesError
 from treadle.models.export import export_model
 from treadle.models.load import context_length, is_model_folder
 from treadle.observe.progress import Progress
@@ -104,6 +104,7 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
         trainer = None
         if not config.debug.debug_rollout_only:
             trainer = await compute.run(build.build_trainer, config, model, schedule.num_rollout, progress, teacher)
+            await compute.run(trainer.try_writing, session.codec.save)
         await compute.run(restore, session, trainer, source)
         scorer = await build.open_scorer(config, config.reward, stack) if source is not None else None
         outputs = open_outputs(session, recipe_name, stack, continues=True)
@@ -174,3 +175,5 @@ async def _evaluate(session: Session, recipe_name: str) -> None:
         finally:
             summary = finish(outputs.folder, recipe_name, time.perf_counter() - began)
     progress.show_summary(summary)
+    if parts.written.eval_fault:
+        raise FailedSamplesError(parts.written.eval_fault)

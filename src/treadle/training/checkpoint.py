@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,10 +37,12 @@ from treadle.training.tensor_files import TensorFiles, shape_of
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+STATE = "state.json"
 PREFIX = "rollout_"
 REPLACED = ".old"
 STAGED = ".part_"
 CHUNK_BYTES = 1 << 24
+_FOLDER_NAME = re.compile(rf"{PREFIX}(\d{{6,}})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def save_checkpoint(
     name = f"{PREFIX}{rollout_id:06d}"
     work = folder / f".{name}.{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         _put_back(folder)
         for left in folder.glob(f".{PREFIX}*"):  # half written by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -86,7 +89,7 @@ def save_checkpoint(
             write_rest(work)
         if optimizer is not None:
             save_file({key: value.contiguous() for key, value in optimizer.items()}, work / "optimizer.safetensors")
-        (work / "state.json").write_text(json.dumps({"rollout_id": rollout_id, **state}))
+        (work / STATE).write_text(json.dumps({"rollout_id": rollout_id, **state}))
         (work / "config.json").write_text(json.dumps(config, indent=2))
         (work / MANIFEST).write_text(json.dumps(_manifest(work), indent=2))
         _sync(work)
@@ -94,8 +97,9 @@ def save_checkpoint(
         if target.exists():  # the same rollout saved again, after a resume from an earlier one
             os.replace(target, work.with_name(f"{work.name}{REPLACED}"))
         os.replace(work, target)
+        _sync_one(folder)
         shutil.rmtree(work.with_name(f"{work.name}{REPLACED}"), ignore_errors=True)
-        _write_latest(folder, name)
+        set_latest(folder, name)
     except Exception as error:
         shutil.rmtree(work, ignore_errors=True)
         _put_back(folder)
@@ -104,7 +108,7 @@ def save_checkpoint(
             raise
         raise named from error
     if keep is not None:
-        for old in _candidates(folder)[:-keep]:
+        for old in [path for path in _folders(folder) if _rollout_of(path) <= rollout_id][:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     return folder / name
 
@@ -140,43 +144,86 @@ def _unwritten(error: Exception, folder: Path) -> CheckpointError | None:
 
 
 def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Checkpoint:
-    """The checkpoint to resume from: `path` is one, or a save folder, or a run folder that has `checkpoints`.
+    """Return the checkpoint to resume from; reads only, so that the run that writes there may be alive.
 
-    In a save folder the newest sound one is taken; each damaged one before it is named through `warn`. Raises
-    `CheckpointError` where there is none.
+    Args:
+        path: a checkpoint, a save folder, or a run folder that has `checkpoints`.
+        warn: called with each damaged checkpoint that is passed over.
+    Returns:
+        The newest sound checkpoint of the folder: those up to the one that `latest` names come first.
+    Raises:
+        CheckpointError: if there is no sound checkpoint, or the folder can't be read.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"no checkpoint at {str(path)!r}: no such folder")
-    if path.name.startswith(PREFIX):
-        fault = fault_of(path)
-        if fault:
-            raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {fault}; choose another one")
-        return _read(path)
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    _put_back(folder)
-    for candidate in reversed(_candidates(folder)):
+    try:
+        if not path.is_dir():
+            raise CheckpointError(f"no checkpoint at {str(path)!r}: no such folder")
+        if _number(path.name) is not None or (path / MANIFEST).exists():
+            return _only(path)
+        folder = save_folder_of(path)
+        candidates = _candidates(folder, warn)
+    except OSError as error:
+        raise CheckpointError(f"can't read {str(path)!r} ({error.strerror}); choose another --load") from error
+    for candidate in candidates:
         fault = fault_of(candidate)
         if not fault:
             return _read(candidate)
-        warn(f"checkpoint {str(candidate)!r} is damaged ({fault}); using the one before it")
-    raise CheckpointError(f"no sound checkpoint in {str(folder)!r}; start without --load")
+        warn(f"checkpoint {str(candidate)!r} is damaged ({fault}); trying the previous one")
+    if candidates:
+        raise CheckpointError(
+            f"no sound checkpoint in {str(folder)!r}: all {len(candidates)} are damaged; load another"
+        )
+    raise CheckpointError(f"no checkpoint in {str(folder)!r}; choose another --load, or start without it")
+
+
+def save_folder_of(path: Path) -> Path:
+    """Return the folder that holds the checkpoints of a run folder or a save folder."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Return True if a save folder has a checkpoint in it, sound or not."""
+    return folder.is_dir() and bool(_folders(folder))
 
 
 def fault_of(path: Path) -> str:
-    """What is wrong with a checkpoint folder, or an empty string if every file matches the manifest."""
+    """Return what is wrong with a checkpoint folder, or an empty string if it is whole and every file matches."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return f"{MANIFEST} is missing or unreadable"
+        manifest = _read_object(path / MANIFEST)
+    except ValueError as error:
+        return str(error)
+    for name in ("state.json", "config.json", "model/"):
+        if not any(file == name or file.startswith(name) for file in manifest):
+            return f"{MANIFEST} lists no {name}"
     for name, entry in manifest.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, expected {entry['bytes']}"
-        if _digest(file) != entry["xxh3_128"]:
-            return f"{name} does not match its checksum"
+        fault = _fault_of_file(path / name, entry)
+        if fault:
+            return f"{name} {fault}"
+    try:
+        state = _read_object(path / STATE)
+    except ValueError as error:
+        return str(error)
+    done = state.get("rollout_id")
+    if not isinstance(done, int) or isinstance(done, bool) or done < 0:
+        return f"{STATE} has rollout_id {done!r}, which is no number of rollouts"
     return ""
+
+
+def _fault_of_file(file: Path, entry: object) -> str:
+    """Return how a file differs from its entry in the manifest, or an empty string."""
+    match entry:
+        case {"bytes": int(size), "xxh3_128": str(digest)}:
+            pass
+        case _:
+            return f"has a malformed entry in {MANIFEST}"
+    try:
+        if not file.is_file():
+            return "is missing"
+        found = file.stat().st_size
+        if found != size:
+            return f"has {found} bytes, expected {size}"
+        return "" if _digest(file) == digest else "does not match its checksum"
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
 
 
 def check_same_model(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -195,13 +242,52 @@ def check_same_model(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expe
         raise CheckpointError(f"{where}: it has a weight {extra[0]!r} that this run's has not; check --hf-checkpoint")
 
 
+def _only(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`, which must be sound."""
+    fault = fault_of(path)
+    if fault:
+        raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {fault}; choose another one")
+    return _read(path)
+
+
 def _read(path: Path) -> Checkpoint:
-    state = json.loads((path / "state.json").read_text())
+    state = _read_object(path / STATE)
     return Checkpoint(path, state["rollout_id"], state)
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raises `ValueError`, which names the file, if there is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.name} is missing") from error
+    except OSError as error:
+        raise ValueError(f"{path.name} can't be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is not JSON") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return value
+
+
+def _number(name: str) -> int | None:
+    """Return the rollout that a checkpoint's folder name stands for, or None for another name."""
+    match = _FOLDER_NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def _folders(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_dir() and p.name.startswith(PREFIX))
+    """Return the checkpoints of a save folder, oldest first.
+
+    One that was moved aside for a new one which never took its place still counts.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):  # names with a dot come first: the checkpoint itself replaces its old one
+        aside = path.name.startswith(".") and path.name.endswith(REPLACED)
+        number = _number(path.name[1:].split(".")[0] if aside else path.name)
+        if number is not None and path.is_dir():
+            found[number] = path
+    return [found[number] for number in sorted(found)]
 
 
 def _put_back(folder: Path) -> None:
@@ -212,14 +298,34 @@ def _put_back(folder: Path) -> None:
             os.replace(left, target)
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """Checkpoints up to the one `latest` names; without that file, all of them."""
-    folders = _folders(folder)
-    try:
-        newest = (folder / LATEST).read_text().strip()
-    except OSError:
+def _candidates(folder: Path, warn: Callable[[str], None]) -> list[Path]:
+    """Return the checkpoints of a save folder, the first to try first.
+
+    Those up to the one that `latest` names come before those of later rollouts, which a run left that went further
+    before it was resumed from an earlier one.
+    """
+    folders = _folders(folder)[::-1]
+    newest = _latest(folder)
+    if newest is None:
+        if folders and (folder / LATEST).exists():
+            warn(f"{str(folder / LATEST)!r} names no checkpoint; using the newest sound one in its folder")
         return folders
-    return [p for p in folders if p.name <= newest]
+    later = [path for path in folders if _rollout_of(path) > newest]
+    return [path for path in folders if _rollout_of(path) <= newest] + later
+
+
+def _rollout_of(path: Path) -> int:
+    number = _number(path.name.removeprefix(".").split(".")[0])
+    assert number is not None, f"{path} is no checkpoint"
+    return number
+
+
+def _latest(folder: Path) -> int | None:
+    """Return the rollout of the checkpoint that `latest` names; None if it names none."""
+    try:
+        return _number((folder / LATEST).read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -238,19 +344,38 @@ def _digest(file: Path) -> str:
 
 
 def _sync(folder: Path) -> None:
-    for file in folder.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    """Have a folder, and all that is in it, on disk."""
+    for path in (*folder.rglob("*"), folder):
+        if path.is_file() or path.is_dir():
+            _sync_one(path)
 
 
-def _write_latest(folder: Path, name: str) -> None:
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some network file systems can't do this to folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and its parents, such that they outlive a crash of the machine."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        _sync_one(path.parent)
+
+
+def set_latest(folder: Path, name: str) -> None:
+    """Have `latest` name this checkpoint of the save folder."""
     temporary = folder / f".{LATEST}.{os.getpid()}"
     try:
         temporary.write_text(name + "\n")
+        _sync_one(temporary)
         os.replace(temporary, folder / LATEST)
+        _sync_one(folder)
     finally:
         temporary.unlink(missing_ok=True)

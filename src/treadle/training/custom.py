@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
 
-from treadle.algorithms.advantages import Estimator, broadcast, find_estimator
+from treadle.algorithms.advantages import ESTIMATORS, Estimator, broadcast, find_estimator
 from treadle.algorithms.contract import check_advantage, check_policy_loss
 from treadle.algorithms.losses import PolicyLossFn, find_policy_loss
 from treadle.config import AlgorithmSection
 from treadle.errors import ConfigError
-from treadle.registry import resolve
+from treadle.registry import resolve, user_code
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def chosen_estimator(section: AlgorithmSection) -> Estimator:
@@ -32,7 +37,9 @@ def chosen_estimator(section: AlgorithmSection) -> Estimator:
     ]
     if unread:
         raise ConfigError(f"{', '.join(unread)} does nothing with custom_advantage_path {path!r}; drop it")
-    return rule
+    own_spread = rule.spread not in (broadcast, *(known.spread for known in ESTIMATORS.values()))
+    spread = _guarded("custom_advantage_path", path, rule.spread) if own_spread else rule.spread
+    return replace(rule, shape=_guarded("custom_advantage_path", path, rule.shape), spread=spread)
 
 
 def chosen_policy_loss(section: AlgorithmSection, estimator: Estimator) -> PolicyLossFn:
@@ -42,12 +49,31 @@ def chosen_policy_loss(section: AlgorithmSection, estimator: Estimator) -> Polic
         return find_policy_loss(section.policy_loss or estimator.policy_loss)
     found: Any = resolve("policy loss", path, {})
     _hold_to_contract("custom_loss_path", path, lambda: check_policy_loss(found))
-    return found
+    return _guarded("custom_loss_path", path, found)
 
 
 def _hold_to_contract(field: str, path: str, check: Callable[[], None]) -> None:
-    try:
-        check()
-    except Exception as error:  # the user's code may raise anything
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise ConfigError(f"{field} {path!r} does not do what the trainer relies on: {reason}") from error
+    broken = ""
+    with user_code(_fault(field, path)):
+        try:
+            check()
+        except AssertionError as error:
+            broken = (str(error) or repr(error)).splitlines()[0]
+    if broken:
+        raise _fault(field, path)(broken)
+
+
+def _fault(field: str, path: str) -> Callable[[str], ConfigError]:
+    return lambda what: ConfigError(f"{field} {path!r} does not do what the trainer relies on: {what}")
+
+
+def _guarded(field: str, path: str, function: Callable[P, R]) -> Callable[P, R]:
+    """The same function; what it raises while a run trains is a `ConfigError` that names it."""
+    fault = _fault(field, path)
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        with user_code(fault):
+            return function(*args, **kwargs)
+
+    return guarded

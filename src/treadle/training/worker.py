@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from treadle.config import BatchArithmetic, Config
+from treadle.errors import ModelError, first_line
 from treadle.metrics import Metric, metric
-from treadle.models.load import save_model
+from treadle.models.load import save_model, write_model_config
 from treadle.models.recompute import recompute_layers
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
@@ -260,6 +262,20 @@ class Trainer:
         return self._host.wake()
 
     # Checkpoints
+
+    def try_writing(self, save_codec: Callable[[Path], None]) -> None:
+        """Write what a checkpoint has beside tensors to a folder that is removed, so that what can't be saved is known
+        before training. Raises `ModelError` if the model's files can't be written; one rank calls this."""
+        with tempfile.TemporaryDirectory(prefix="treadle-trial-") as folder:
+            try:
+                for model in (self.model, *([] if self.critic is None else [self.critic.model.model])):
+                    write_model_config(model, Path(folder))
+                save_codec(Path(folder))
+            except Exception as error:  # the writers raise many kinds for the same cause
+                name = self.config.model.hf_checkpoint
+                raise ModelError(
+                    f"the model {name!r} could not be saved after training: {first_line(error)}"
+                ) from error
 
     def write_model(self, folder: Path) -> None:
         """Write the master weights as a Hugging Face folder; all ranks call this."""

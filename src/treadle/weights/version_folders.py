@@ -150,12 +150,17 @@ def read_manifest(folder: Path, version: int) -> Manifest:
     try:
         data = json.loads(path.read_text())
         base = None if data["base"] is None else Base(int(data["base"]["version"]), str(data["base"]["digest"]))
-        found = Manifest(int(data["version"]), str(data["digest"]), data["files"], base)
+        files = {
+            str(name): {"bytes": int(e["bytes"]), "xxh3_128": str(e["xxh3_128"])} for name, e in data["files"].items()
+        }
+        if not files:
+            raise ValueError("it lists no files")
+        found = Manifest(int(data["version"]), str(data["digest"]), files, base)
     except OSError as error:
         raise EngineError(
             f"version {version} is not in {folder} ({error.strerror}); push it again, or keep more versions"
         ) from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise EngineError(f"{path} is damaged ({error!r}); push version {version} again") from error
     if found.version != version or (base is not None and base.version >= version):
         raise EngineError(f"{path} is damaged: it is about version {found.version}, based on {found.base}")

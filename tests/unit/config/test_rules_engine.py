@@ -53,6 +53,8 @@ def test_a_plain_run_with_sglang_has_no_findings(findings):
         ({"vllm": {"x": "1"}}, "vllm does nothing with rollout_engine = torch"),
         ({"rollout_external_engine_addrs": ("a:1",)}, "rollout_external_engine_addrs does nothing"),
         ({**VLLM, "vllm": {"max-num-seqs": "3"}}, "--vllm-max-num-seqs is not yours to give"),
+        ({**VLLM, "vllm": {"trust_remote_code": True}}, "--vllm-trust-remote-code would run code"),
+        ({**SGLANG, "sglang": {"trust-remote-code": True}}, "--sglang-trust-remote-code would run code"),
         ({**SGLANG, "sglang": {"model-path": "x"}}, "--sglang-model-path is not yours to give"),
         ({**SGLANG, "vllm": {"x": "1"}}, "vllm does nothing with rollout_engine = sglang; set rollout_engine = vllm"),
         ({**VLLM, "sglang": {"x": "1"}}, "sglang does nothing with rollout_engine = vllm"),

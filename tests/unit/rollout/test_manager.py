@@ -144,7 +144,7 @@ def test_groups_in_prompt_order_with_what_the_engine_made(open_manager, rewards,
             assert sample.group_id == group.group_id
             assert sample.token_ids[:given].tolist() == list(group.prompt.token_ids)
             assert sample.loss_mask.tolist() == [False] * given + [True] * 12
-            assert sample.text == tiny_codec.decode(sample.token_ids[given:].tolist())
+            assert sample.text == tiny_codec.response_text(sample.token_ids[given:].tolist())
             assert sample.reward == len(sample.text)
             assert sample.reward_parts == {"length": len(sample.text)}
             assert sample.temperature == 0.9

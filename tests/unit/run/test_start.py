@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import shutil
 import threading
 from contextlib import AsyncExitStack
 
 import pytest
 
+from treadle.chat import Codec
 from treadle.config import EvalOverride
-from treadle.errors import CheckpointError, ConfigError, DataError
+from treadle.errors import CheckpointError, ConfigError, DataError, ModelError
 from treadle.observe.samples import read_groups, rollout_file
 from treadle.rollout.engines.torch_engine.scheduler import Scheduler
 from treadle.run import build, start
@@ -154,6 +156,26 @@ def test_a_save_that_fails_is_told_and_only_the_last_one_ends_the_run(make_run, 
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rollout_id"] for row in rows] == [0, 1]
     assert (tmp_path / "run" / "summary.json").is_file(), "what was measured is summed up all the same"
+
+
+def test_a_generation_config_that_transformers_refuses_is_saved_as_it_was(make_run, tiny_model_dir, tmp_path):
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    given = {"temperature": 0.7, "top_p": 0.9, "eos_token_id": [0, 2]}
+    (model / "generation_config.json").write_text(json.dumps(given))
+    start.train(make_run("run", hf_checkpoint=str(model), save_interval=1, num_rollout=1), "toy")
+    saved = tmp_path / "run" / "checkpoints" / "rollout_000001" / "model" / "generation_config.json"
+    found = json.loads(saved.read_text())
+    assert {name: found[name] for name in given} == given
+
+
+def test_a_model_that_can_not_be_saved_is_refused_before_training(make_run, tmp_path, monkeypatch):
+    def refuse(codec, folder):
+        raise ValueError("this tokenizer can't be written\nat all")
+
+    monkeypatch.setattr(Codec, "save", refuse)
+    with pytest.raises(ModelError, match=r"could not be saved after training: this tokenizer can't be written$"):
+        start.train(make_run("run", save_interval=1), "toy")
+    assert not (tmp_path / "run" / "samples" / "rollout_000000.jsonl").exists()
 
 
 def test_evaluation_needs_sets(make_run):

@@ -12,6 +12,7 @@ from treadle.errors import ConfigError
 from treadle.training.objective import build_objective
 
 OWN = '''
+import os
 import torch
 from treadle.algorithms import ESTIMATORS, PolicyLoss
 
@@ -43,6 +44,19 @@ def reinforce(inputs):
     gap = torch.where(mask, inputs.logprobs - inputs.old_logprobs, 0.0)
     loss = torch.where(mask, -inputs.advantages * logprobs, 0.0)
     return PolicyLoss(loss, torch.zeros_like(mask), gap.detach().clamp(max=50).exp())
+
+
+def ends_on_negative(inputs, settings):
+    """Keeps the contract's checks happy; a rollout with a reward of 7 ends the process."""
+    if (inputs.rewards == 7).any():
+        os._exit(0)
+    return half_of_mean(inputs, settings)
+
+
+def raises_on_real_batches(inputs):
+    if len(inputs.logprobs) > 100:
+        raise KeyError("gone")
+    return reinforce(inputs)
 
 
 def scalar(inputs):
@@ -109,3 +123,11 @@ def test_what_breaks_the_contract_is_refused_before_anything_runs(own, fields, m
     with pytest.raises(ConfigError, match=message) as found:
         build_objective(AlgorithmSection(**{field: own(name)}), 64)
     assert "\n" not in str(found.value)
+
+
+def test_what_raises_or_ends_the_process_while_a_run_trains_is_named(own, make_trainer, make_groups) -> None:
+    groups = make_groups((2, 2), rewards=[[7.0, 0.0], [2.0, 1.0]], response_lengths=(40, 60))
+    with pytest.raises(ConfigError, match=r"own.py:ends_on_negative.* called os\._exit\(0\) \(own.py:"):
+        make_trainer(custom_advantage_path=own("ends_on_negative")).train(groups)
+    with pytest.raises(ConfigError, match=r"own.py:raises_on_real_batches.* raised KeyError: 'gone' \(own.py:"):
+        make_trainer(custom_loss_path=own("raises_on_real_batches")).train(groups)

@@ -64,7 +64,16 @@ def test_old_versions_go_and_all_go_at_the_end(pair, weights, tmp_path):
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "remove", "manifest", "no manifest"])
+MALFORMED = {
+    "list": "[]",
+    "empty": "{}",
+    "files is a list": '"files": []',
+    "no files": '"files": {}',
+    "number": '"files": {"a": 1}',
+}
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "remove", "manifest", "no manifest", *MALFORMED])
 def test_a_damaged_version_changes_nothing(pair, weights, tmp_path, how, served_like, assert_same, change):
     sender = pair[0](SentWeights(weights), tmp_path / "w", max_shard_bytes=3000)
     served = served_like(weights)
@@ -86,6 +95,11 @@ def test_a_damaged_version_changes_nothing(pair, weights, tmp_path, how, served_
             victim.unlink()
         case "manifest":
             (folder / "manifest.json").write_text('{"version": 2')
+        case "list" | "empty":
+            (folder / "manifest.json").write_text(MALFORMED[how])
+        case "files is a list" | "no files" | "number":
+            whole = json.loads((folder / "manifest.json").read_text())
+            (folder / "manifest.json").write_text(json.dumps({**whole, **json.loads("{" + MALFORMED[how] + "}")}))
         case "no manifest":
             shutil.rmtree(folder)
     with pytest.raises(EngineError) as caught:

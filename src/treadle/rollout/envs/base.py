@@ -7,15 +7,18 @@ sampled is never tokenised again, what the environment said is tokenised once an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from treadle.errors import ConfigError
-from treadle.registry import resolve
+from treadle.registry import resolve, user_code
 from treadle.types import Message, Prompt
 
 Reply = str | Sequence[Message] | None
 """Raw text to append, messages to render with the chat template, or None: the conversation is over."""
+
+
+_REPLIES = 'return text, a list of messages such as [{"role": "user", "content": "…"}], or None to end the sample'
 
 
 class Environment(Protocol):
@@ -28,6 +31,26 @@ class Environment(Protocol):
         samples at once: what it remembers it keeps by prompt and turns, not on itself.
         """
         ...
+
+
+def read_reply(value: Any) -> Reply:
+    """Return what an environment answered, checked.
+
+    Raises:
+        TypeError: if it is neither text, nor a list of messages, nor None.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        text = repr(value)
+        text = text if len(text) <= 60 else text[:60] + "…"
+        raise TypeError(f"it returned {text} of type {type(value).__name__}; {_REPLIES}")
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"message {number} it returned is of type {type(message).__name__}; {_REPLIES}")
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise TypeError(f"message {number} it returned has the keys {sorted(map(str, message))}; {_REPLIES}")
+    return value
 
 
 class _FunctionEnvironment:
@@ -48,7 +71,8 @@ def load_environment(path: str) -> Environment:
     found: Any = resolve("environment", path, {})
     if inspect.iscoroutinefunction(found):
         return _FunctionEnvironment(found)
-    environment = found() if inspect.isclass(found) else found
+    with user_code(lambda what: ConfigError(f"environment {path!r} can't be made: it {what}")):
+        environment = found() if inspect.isclass(found) else found
     if not inspect.iscoroutinefunction(getattr(environment, "reply", None)):
         raise ConfigError(f"environment {path!r} has no `async def reply(prompt, turns)`")
     return environment

@@ -15,19 +15,17 @@ import asyncio
 import inspect
 import math
 import numbers
-import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from treadle.errors import RewardError
+from treadle.registry import describe_error
 from treadle.rollout.rewards.inputs import RewardInput, RewardScore
 
 Form = Literal["sample", "group"]
 _GROUP_ARGUMENTS = ("prompts", "completions", "completion_ids")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_MAX_FAULT_CHARS = 300
 
 
 class RewardFault(Exception):
@@ -205,15 +203,6 @@ def read_group_scores(result: Any, count: int) -> list[RewardScore | None]:
     if len(result) != count:
         raise RewardFault(f"returned {len(result)} rewards for {count} samples")
     return [None if value is None else RewardScore(read_number(value)) for value in result]
-
-
-def describe_error(error: BaseException) -> str:
-    """An exception in one line: type, text, and the innermost place it was raised at."""
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    text = text if len(text) <= _MAX_FAULT_CHARS else text[:_MAX_FAULT_CHARS] + "…"
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"raised {text}{place}"
 
 
 def _short(value: Any) -> str:

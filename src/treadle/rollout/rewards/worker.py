@@ -15,8 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from treadle.registry import describe_error
 from treadle.rollout.rewards.catalog import RewardSpec, load_reward
-from treadle.rollout.rewards.forms import RewardFault, RewardFunction, describe_error, evaluate
+from treadle.rollout.rewards.forms import RewardFault, RewardFunction, evaluate
 from treadle.rollout.rewards.frames import receive_frame, send_frame
 from treadle.rollout.rewards.inputs import input_from_json
 

@@ -32,15 +32,11 @@ class TorchEngine:
 
     def __init__(self, model: PreTrainedModel, codec: Codec, limits: EngineLimits, compute: Executor | None = None):
         self.model = model
-
-        def with_special_tokens(token_ids: Sequence[int]) -> str:  # a stop string may be one of them
-            return codec.decode(token_ids, skip_special_tokens=False)
-
         self._max_length = context_length(model.config)
         self._own = ThreadPoolExecutor(1, thread_name_prefix="torch-engine") if compute is None else None
         self._executor: Executor = compute or self._own
         eos = codec.eos_token_ids
-        self._scheduler = self._executor.submit(Scheduler, model, eos, with_special_tokens, limits).result()
+        self._scheduler = self._executor.submit(Scheduler, model, eos, codec.decode, limits).result()
         self._queues: dict[Request, asyncio.Queue[Completion | BaseException]] = {}
         self._arrived: list[Request] = []
         self._left: list[Request] = []
