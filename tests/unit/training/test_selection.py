@@ -128,7 +128,7 @@ def test_masked_truncated_samples_count_in_their_group_and_not_in_the_loss(make_
     batch = replace(batch, advantages=whole.objective.advantages(batch).advantages)
     part = batch.select([1, 2, 4, 5])
     part = replace(part, loss_weights=whole.objective.loss_weights(part, whole.arithmetic.global_batch_size))
-    whole._step(part, measured_group=0)
+    whole._step(part, whole.micro_batches.split(part, range(len(part))))
     for name, weight in whole.model.named_parameters():
         torch.testing.assert_close(masked.model.get_parameter(name), weight, atol=1e-7, rtol=1e-6)
 
@@ -196,8 +196,8 @@ def test_one_step_without_correction_recomputes_no_logprobs(make_trainer, make_g
     def passes(**fields) -> int:
         trainer = make_trainer(**fields)
         seen = []
-        score = trainer.logprobs
-        trainer.logprobs = lambda batch, model: (seen.append(model), score(batch, model))[1]
+        score = trainer._scored
+        trainer._scored = lambda *given: (seen.append(given), score(*given))[1]
         trainer.train(make_groups())
         return len(seen)
 
