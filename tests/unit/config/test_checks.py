@@ -210,3 +210,10 @@ def test_parse_eval_sets_keeps_order_and_later_equals_signs():
     assert list(parse_eval_sets(["b=x", "a=y"])) == ["b", "a"]
     with pytest.raises(ConfigError, match="name=source"):
         parse_eval_sets(["=x"])
+
+
+@pytest.mark.parametrize("pattern", ["(" * 5000 + ")" * 5000, "a{99999999999999999999}"])
+def test_a_pattern_that_python_cannot_compile_is_a_fault(pattern, make_config):
+    config = make_config(rm_type=("regex",), rm_regex=pattern)
+    with pytest.raises(ConfigError, match="no valid pattern"):
+        check_config(config)
