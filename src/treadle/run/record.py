@@ -38,7 +38,8 @@ class Record:
         self.config, self.schedule, self.out = config, schedule, outputs
 
     def rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
-        """Write the samples of a rollout, and warn of those that failed."""
+        """Write the samples of a rollout, and warn of those that failed; raises `RunFolderLostError` if the folder is gone."""
+        self.out.folder.check_there()
         failures = [s.failure for g in groups for s in g.samples if s.failure]
         if failures:
             self.out.progress.warn(

@@ -20,7 +20,15 @@ import torch
 import xxhash
 
 from treadle.errors import CheckpointError
-from treadle.training.checkpoint import check_same_model, fault_of, find_checkpoint, save_checkpoint, staged_part
+from treadle.training.checkpoint import (
+    check_same_model,
+    fault_of,
+    find_checkpoint,
+    go_on_from,
+    save_checkpoint,
+    staged_part,
+    try_save_folder,
+)
 
 MODEL_FILE = "model/weights.bin"
 DEADLINE_SECONDS = 60
@@ -482,3 +490,32 @@ def test_a_part_that_can_not_be_written_says_so(tmp_path):
         (path / "file").write_text("there is no folder")
     with pytest.raises(KeyError), staged_part(tmp_path, "1"):
         {}["a mistake of ours"]
+
+
+def test_an_entry_of_the_state_has_the_type_that_is_asked_for(tmp_path):
+    checkpoint = find_checkpoint(save(tmp_path, 1, flag=True, random=[]), pytest.fail)
+    assert checkpoint.entry("optimizer_steps", int) == 2
+    for name, kind in (("flag", int), ("random", dict), ("nothing", int)):
+        with pytest.raises(CheckpointError, match=rf"state\.json has {name} .*, which is no {kind.__name__}"):
+            checkpoint.entry(name, kind)
+
+
+def test_what_saving_needs_is_tried_without_a_trace(tmp_path):
+    try_save_folder(tmp_path / "deep" / "saves")
+    assert names(tmp_path / "deep" / "saves") == []
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "saves", Path("/proc/saves")):
+        with pytest.raises(CheckpointError, match="can't save a checkpoint in"):
+            try_save_folder(folder)
+
+
+def test_to_go_on_from_an_earlier_checkpoint_moves_latest(tmp_path):
+    for rollout_id in (1, 2, 3):
+        save(tmp_path, rollout_id)
+    go_on_from(find_checkpoint(tmp_path / "rollout_000002", pytest.fail), tmp_path / "elsewhere")
+    assert found(tmp_path) == 3
+    go_on_from(find_checkpoint(tmp_path / "rollout_000002", pytest.fail), tmp_path)
+    assert found(tmp_path) == 2
+    (tmp_path / "rollout_000002").rename(tmp_path / ".rollout_000002.7.old")
+    go_on_from(find_checkpoint(tmp_path, pytest.fail), tmp_path)
+    assert names(tmp_path) == ["latest", "rollout_000001", "rollout_000002", "rollout_000003"]
