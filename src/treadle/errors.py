@@ -57,6 +57,10 @@ class RewardError(TreadleError, RuntimeError):
     """A reward can't be built from its name or path."""
 
 
+class FailedSamplesError(TreadleError, RuntimeError):
+    """Too many samples failed in their reward or environment for the rest to be worth training on."""
+
+
 class DeadlineError(TreadleError, TimeoutError):
     """A wait ran past its deadline; the message says what it waited for."""
 

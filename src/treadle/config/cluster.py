@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from treadle.config.section import Section
+from treadle.config.section import MAX_SECONDS, Section
 
 
 class ClusterSection(Section):
@@ -60,14 +60,21 @@ class ClusterSection(Section):
         None, description="Folder of the disk transports, seen by all nodes; `weights` in the run folder by default."
     )
     health_check_interval_seconds: float = Field(
-        10.0, gt=0, description="How often an engine is asked if it is well, and any other worker for a sign of life."
+        10.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="How often an engine is asked if it is well, and any other worker for a sign of life.",
     )
     health_check_timeout_seconds: float = Field(
-        30.0, gt=0, description="An engine that answers later than this is taken for dead, and started anew."
+        30.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="An engine that answers later than this is taken for dead, and started anew.",
     )
     worker_silence_seconds: float = Field(
         120.0,
         gt=0,
+        le=MAX_SECONDS,
         description="A train, critic or rollout worker that gives no sign of life for longer is lost.",
     )
     max_restarts: int = Field(
@@ -75,12 +82,14 @@ class ClusterSection(Section):
         ge=0,
         description="How often a run goes on from its last checkpoint after a lost worker, and an engine that finishes nothing is started anew.",
     )
-    placement_timeout_seconds: float = Field(600.0, gt=0, description="Deadline of the wait for free GPUs or CPUs.")
+    placement_timeout_seconds: float = Field(
+        600.0, gt=0, le=MAX_SECONDS, description="Deadline of the wait for free GPUs or CPUs."
+    )
     worker_start_timeout_seconds: float = Field(
-        600.0, gt=0, description="Deadline of starting a worker and loading its model."
+        600.0, gt=0, le=MAX_SECONDS, description="Deadline of starting a worker and loading its model."
     )
     train_timeout_seconds: float = Field(
-        3600.0, gt=0, description="Deadline of a train worker's step, of a save and of a publish."
+        3600.0, gt=0, le=MAX_SECONDS, description="Deadline of a train worker's step, of a save and of a publish."
     )
 
     @property

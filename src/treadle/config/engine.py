@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from treadle.config.section import Section
+from treadle.config.section import MAX_SECONDS, Section
 
 EngineValue = str | bool | int | float | tuple[str, ...]
 
@@ -20,7 +20,10 @@ class EngineSection(Section):
         (), description="Servers that run already, `host:port` each, instead of starting any."
     )
     engine_start_timeout_seconds: float = Field(
-        600.0, gt=0, description="Deadline of starting an engine's server, or of reaching one that runs."
+        600.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="Deadline of starting an engine's server, or of reaching one that runs.",
     )
     max_logprob_diff: float = Field(
         0.1,

@@ -15,7 +15,7 @@ from pydantic import Field
 from treadle.config.cluster import ClusterSection
 from treadle.config.engine import EngineSection
 from treadle.config.names import reward_names
-from treadle.config.section import Section
+from treadle.config.section import MAX_SECONDS, Section
 
 
 class ModelSection(Section):
@@ -124,10 +124,13 @@ class RolloutSection(Section):
     )
     env_max_turns: int = Field(8, ge=1, description="Most turns of the model in a sample with an environment.")
     env_timeout_seconds: float = Field(
-        60.0, gt=0, description="An environment slower than this marks its sample failed."
+        60.0, gt=0, le=MAX_SECONDS, description="An environment slower than this marks its sample failed."
+    )
+    max_failed_fraction: float = Field(
+        0.5, ge=0, le=1, description="A rollout of which a larger share of samples failed ends the run; 1 never does."
     )
     rollout_timeout_seconds: float = Field(
-        3600.0, gt=0, description="Deadline of one rollout's generation and scoring."
+        3600.0, gt=0, le=MAX_SECONDS, description="Deadline of one rollout's generation and scoring."
     )
 
 
@@ -145,7 +148,9 @@ class RewardSection(Section):
     rm_regex: str | None = Field(
         None, description="Pattern of the `regex` reward: 1 where it matches somewhere in the response."
     )
-    rm_timeout_seconds: float = Field(30.0, gt=0, description="A reward slower than this marks its sample failed.")
+    rm_timeout_seconds: float = Field(
+        30.0, gt=0, le=MAX_SECONDS, description="A reward slower than this marks its sample failed."
+    )
     rm_num_workers: int = Field(1, ge=1, description="Processes that run rewards.")
     reward_scale: float = Field(
         1.0, gt=0, description="Factor on the reward that is trained on; logs keep the raw one."
@@ -204,9 +209,12 @@ class AlgorithmSection(Section):
     kl_loss_type: str = Field("low_var_kl", description="KL estimator: k1, k2, k3, low_var_kl, abs, k3+.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     eps_clip: float = Field(
-        0.2, gt=0, lt=1, description="PPO clip range below 1 (and above, unless eps_clip_high is given)."
+        0.2,
+        gt=0,
+        le=1,
+        description="Clip range of the ratio below 1, and above it unless eps_clip_high is given; 1 for no lower bound.",
     )
-    eps_clip_high: float | None = Field(None, gt=0, description="PPO clip range above 1.")
+    eps_clip_high: float | None = Field(None, gt=0, description="Clip range of the ratio above 1.")
     eps_clip_c: float | None = Field(
         None,
         gt=1,
@@ -364,7 +372,7 @@ class ParallelSection(Section):
         description="Join gradients after each micro-batch, not once a step: more traffic, but no rank holds a whole gradient.",
     )
     distributed_timeout_seconds: float = Field(
-        600.0, gt=0, description="A rank that keeps the others waiting for longer ends them."
+        600.0, gt=0, le=MAX_SECONDS, description="A rank that keeps the others waiting for longer ends them."
     )
 
 

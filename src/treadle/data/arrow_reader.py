@@ -6,7 +6,9 @@ In these formats a column has one type: a nested object shows the keys of all ro
 
 from __future__ import annotations
 
+import codecs
 import glob
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,10 @@ from treadle.registry import suggestion
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
+
+
+MAX_FOLDER_ENTRIES = 20_000
+_CHUNK_BYTES = 1 << 24
 
 
 class ArrowReader:
@@ -90,6 +96,7 @@ def read_csv(path: Path) -> ArrowReader:
     read = csv.ReadOptions(use_threads=False, block_size=1 << 24)  # rows are only counted by a single thread
     parse = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=note)
     try:
+        _check_text(path)
         with csv.open_csv(path, read_options=read, parse_options=parse) as stream:
             names = stream.schema.names
         text = csv.ConvertOptions(column_types={name: pyarrow.string() for name in names}, strings_can_be_null=False)
@@ -99,17 +106,46 @@ def read_csv(path: Path) -> ArrowReader:
         # Streamed: reading at once holds the file and the table at the same time.
         with csv.open_csv(path, read_options=read, parse_options=parse, convert_options=text) as stream:
             table = stream.read_all()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a readable csv file: {bad[0] if bad else first_line(error)}") from error
     return ArrowReader(datasets.Dataset(table), str(path))
+
+
+def _check_text(path: Path) -> None:
+    """Raise `DataError` if a file is not UTF-8 text; pyarrow reports that in the middle of other errors, or not."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset, chunk = 0, b"-"
+    with path.open("rb") as file:
+        while chunk:
+            chunk = file.read(_CHUNK_BYTES)
+            zero = chunk.find(b"\0")
+            if zero >= 0:
+                raise DataError(f"{path} is not a text file: byte {offset + zero} is zero; save it as csv in UTF-8")
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path} is not UTF-8 text (near byte {offset + error.start}); save it as UTF-8"
+                ) from error
+            offset += len(chunk)
+
+
+def _check_folder(path: Path) -> None:
+    """Raise `DataError` for a folder that is no data set but a whole tree, which `datasets` would search for hours."""
+    found = 0
+    for _, folders, files in os.walk(path):
+        found += len(folders) + len(files)
+        if found > MAX_FOLDER_ENTRIES:
+            raise DataError(f"folder {str(path)!r} holds more than {MAX_FOLDER_ENTRIES} entries; name the data itself")
 
 
 def read_folder(path: Path, split: str | None) -> ArrowReader:
     """Open a folder saved by `save_to_disk`, or a folder of data files."""
     import datasets
 
-    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    _check_folder(path)
     try:
+        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         if saved:
             found = datasets.load_from_disk(str(path))
         else:

@@ -19,6 +19,7 @@ from treadle.registry import suggestion
 
 GYM_PREFIX = "reasoning_gym:"
 DEFAULT_SEED = 0
+MAX_ROWS = 10_000_000  # each is made once before the run starts
 
 
 class GymReader:
@@ -135,6 +136,8 @@ def _check_value(source: str, key: str, value: Any, fields: dict[str, Any]) -> N
         raise DataError(f"{source!r}: {key}={value!r} must be a number")
     if key in ("seed", "size") and not isinstance(value, int):
         raise DataError(f"{source!r}: {key}={value!r} must be a whole number")
+    if key == "size" and value > MAX_ROWS:
+        raise DataError(f"{source!r}: size={value} is too many; at most {MAX_ROWS}, each row is made before the start")
 
 
 def _create(source: str, task: str, args: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from treadle.data.depth import MAX_DEPTH, TOO_DEEP, is_too_deep
 from treadle.errors import DataError
 
 _CHUNK_BYTES = 1 << 24
@@ -73,7 +74,10 @@ class JsonReader:
         if start >= stop:
             return []
         base = int(self._starts[start])
-        raw = os.pread(self._file, int(self._ends[stop - 1]) - base, base)
+        try:
+            raw = os.pread(self._file, int(self._ends[stop - 1]) - base, base)
+        except OSError as error:
+            raise DataError(f"{self.path} can't be read: {error.strerror}") from error
         spans = zip((self._starts[start:stop] - base).tolist(), (self._ends[start:stop] - base).tolist(), strict=True)
         return [self._parse(start + i, raw[a:b]) for i, (a, b) in enumerate(spans)]
 
@@ -85,6 +89,8 @@ class JsonReader:
             raise DataError(f"{self.locate(index)}: not a JSON object ({reason}); {_SHAPE_HINT}") from error
         if not isinstance(value, dict):
             raise DataError(f"{self.locate(index)}: a JSON {type(value).__name__}, not an object; {_SHAPE_HINT}")
+        if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_too_deep(value):
+            raise DataError(f"{self.locate(index)}: {TOO_DEEP}")
         return value
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from treadle.data.arrow_reader import read_csv, read_folder, read_hub, read_parquet
+from treadle.data.depth import TOO_DEEP, is_too_deep
 from treadle.data.gym_reader import GYM_PREFIX, GymReader
 from treadle.data.json_reader import JsonReader
 from treadle.errors import DataError
@@ -67,6 +68,8 @@ class RowsReader:
         row = self._rows[index]
         if not isinstance(row, Mapping):
             raise DataError(f"{self.locate(index)}: a {type(row).__name__}, not a dict of columns")
+        if is_too_deep(row):
+            raise DataError(f"{self.locate(index)}: {TOO_DEEP}")
         return dict(row)
 
     def column(self, name: str, start: int, stop: int) -> list[Any]:
@@ -129,10 +132,31 @@ def source_name(source: str) -> str:
     """
     location, _ = _split_slice(source)
     for place in (location, location.rpartition("@")[0]):
-        path = Path(place).expanduser()
+        path = _local_path(place)
         if place and path.exists():
             return path.name + source[len(place) :]
     return source
+
+
+def _local_path(text: str) -> Path:
+    """Return the path of a place that may or may not exist.
+
+    Raises:
+        DataError: if it can't be a path or can't be reached, or is neither a file nor a folder: a pipe would be
+            waited for, and a device may never end.
+    """
+    shown = text if len(text) <= 200 else f"{text[:200]}…"
+    try:
+        path = Path(text).expanduser()
+        is_other = path.exists() and not path.is_file() and not path.is_dir()
+    except RuntimeError as error:  # ~name of a user who is not there
+        raise DataError(f"{shown!r}: there is no such home folder; write the path without ~") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"{shown!r} can't be read: {reason}") from error
+    if is_other:
+        raise DataError(f"{shown!r} is a pipe, a device or a socket; copy its rows into a file")
+    return path
 
 
 def _split_slice(source: str) -> tuple[str, slice | None]:
@@ -148,9 +172,11 @@ def _split_slice(source: str) -> tuple[str, slice | None]:
 
 
 def _open(location: str) -> Reader:
+    if not location.strip():
+        raise DataError(f"{location!r} names no data; a source is {_KINDS}")
     if location.startswith(GYM_PREFIX):
         return GymReader(location)
-    path = Path(location).expanduser()
+    path = _local_path(location)
     if path.is_file():
         return _open_file(path)
     if path.is_dir():
@@ -160,7 +186,7 @@ def _open(location: str) -> Reader:
     base, at, split = location.rpartition("@")
     if not at:
         base, split = location, ""
-    path = Path(base).expanduser()
+    path = _local_path(base)
     if path.is_file():
         raise DataError(f"{location!r}: a file has no splits; path@[a:b] takes rows")
     if path.is_dir():
@@ -174,7 +200,10 @@ def _open(location: str) -> Reader:
 def _open_file(path: Path) -> Reader:
     suffix = path.suffix.lower()
     if suffix in (".jsonl", ".json"):
-        return JsonReader(path)
+        try:
+            return JsonReader(path)
+        except OSError as error:
+            raise DataError(f"{path} can't be read: {error.strerror}") from error
     if suffix == ".parquet":
         return read_parquet(path)
     if suffix == ".csv":
@@ -186,7 +215,7 @@ def _open_file(path: Path) -> Reader:
 
 def _neighbour(path: Path) -> str:
     try:
-        names = [entry.name for entry in path.parent.iterdir()]
+        names = [entry.name for entry in path.parent.iterdir() if entry.exists()]
     except OSError:
         return f" (nor a folder {str(path.parent)!r})"
     near = difflib.get_close_matches(path.name, names, n=1)
@@ -204,7 +233,10 @@ def _names_an_object(location: str) -> bool:
     if not all(part.isidentifier() for part in module.split(".")):
         return False
     here = Path(*module.split(".")).with_suffix(".py")
-    return here.is_file() or importlib.util.find_spec(module.split(".")[0]) is not None
+    try:
+        return here.is_file() or importlib.util.find_spec(module.split(".")[0]) is not None
+    except (OSError, ValueError):  # no path, or a module without a spec
+        return False
 
 
 def _open_object(location: str) -> Reader:

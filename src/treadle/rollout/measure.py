@@ -40,6 +40,19 @@ def rollout_metrics(groups: Sequence[Group], *, seconds: float, version: int) ->
     return out
 
 
+def same_rewards(groups: Sequence[Group], *, compares_groups: bool) -> str:
+    """Say in which way the rewards of a rollout tell no sample from another; empty if some differ.
+
+    With `compares_groups`, advantages come from comparing the samples of a group, so each group counts by itself.
+    """
+    rewards = {sample.reward for group in groups for sample in group.samples if sample.reward is not None}
+    if len(rewards) == 1:
+        return f"every sample got the reward {next(iter(rewards)):g}"
+    if rewards and compares_groups and all(zero_signal(group) is not None for group in groups):
+        return "all samples of a group got the same reward, in every group"
+    return ""
+
+
 def reward_metrics(scored: Sequence[Sample]) -> list[Metric]:
     """Mean, spread and named parts of the rewards; nothing where no sample was scored."""
     if not scored:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from treadle.config import Config
+from treadle.config.secrets import recorded
 from treadle.errors import CheckpointError
 from treadle.training.checkpoint import Checkpoint
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
@@ -40,7 +41,7 @@ def check_supplies(objective: Objective, checkpoint: Checkpoint | None) -> None:
 
 def differences(config: Config, checkpoint: Checkpoint) -> list[str]:
     """Return a warning that names the settings with which a resumed run does not end as the saved one would have."""
-    found = list(_changed(checkpoint.config, config.model_dump(mode="json")))
+    found = list(_changed(checkpoint.config, recorded(config)))
     if not found:
         return []
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""

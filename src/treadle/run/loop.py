@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle.errors import RunFolderLostError
+from treadle.errors import ConfigError, FailedSamplesError, RunFolderLostError, TreadleError
 from treadle.metrics import Metric, metric
 from treadle.run.lease import Lease
 from treadle.run.stop import Stop
@@ -90,8 +90,9 @@ class Parts(Protocol):
 async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop | None = None) -> int | None:
     """Run rollouts `start_rollout_id` to `num_rollout` - 1; whatever a part raises ends the loop.
 
-    A stop gives up what is being generated, finishes a training step that runs, saves, and ends the loop. So does the
-    loss of the run folder, which is raised then.
+    A stop gives up what is being generated, finishes a training step that runs, saves, and ends the loop. If the user's
+    own code fails a rollout, what was trained so far is saved before the error is raised; so it is if the run folder is
+    lost, unless checkpoints go there.
 
     Returns:
         The number of rollouts that were done, or None if the loop was stopped before all was done.
@@ -104,17 +105,20 @@ async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop 
         if schedule.can_save and schedule.saves_apart and loop.saved < loop.done:
             await parts.save(loop.done)
         raise
-    if loop.saved < loop.done and schedule.saves_when(stop):
+    if loop.saved < loop.done and (schedule.saves_when(stop) or (loop.fault is not None and schedule.can_save)):
         await parts.save(loop.done)
+    if loop.fault is not None:
+        raise loop.fault
     return None if stop.requested else loop.done
 
 
 class _Loop:
-    """The loop and how far it is: rollouts done, and rollouts saved."""
+    """The loop and how far it is: rollouts done, rollouts saved, and what ended it early."""
 
     def __init__(self, parts: Parts, lease: Lease, schedule: Schedule, stop: Stop):
         self.parts, self.lease, self.schedule, self.stop = parts, lease, schedule, stop
         self.done = self.saved = schedule.start_rollout_id
+        self.fault: TreadleError | None = None  # of the user's own code
 
     async def run(self) -> None:
         """Do the rollouts; what is still being collected at the end is cancelled."""
@@ -141,7 +145,11 @@ class _Loop:
                 while next_id < end and next_id <= rollout_id + schedule.max_lag:
                     in_flight.append(asyncio.create_task(parts.collect(next_id)))
                     next_id += 1
-                collection = await stop.unless(in_flight.popleft())
+                try:
+                    collection = await stop.unless(in_flight.popleft())
+                except (FailedSamplesError, ConfigError) as error:
+                    self.fault = error
+                    break
             if collection is None:
                 break
             async with self.lease.hold("training"):

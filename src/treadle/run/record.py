@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from treadle.algorithms.advantages import find_estimator
 from treadle.config import Config
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, FailedSamplesError
 from treadle.metrics import Metric, metric, reduce_metrics
 from treadle.observe.progress import Progress
 from treadle.observe.report import ShownSample
 from treadle.observe.run_folder import RunFolder
 from treadle.observe.samples import rollout_file, write_groups
 from treadle.observe.sinks import MetricSink
+from treadle.rollout.measure import same_rewards
 from treadle.run.evaluate import eval_metrics
 from treadle.run.loop import Schedule
-from treadle.types import Group, Prompt
+from treadle.types import Group, Prompt, Sample, Status
+
+_MAX_SAME_REWARDS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,30 +41,81 @@ class Record:
 
     def __init__(self, config: Config, schedule: Schedule, outputs: Outputs):
         self.config, self.schedule, self.out = config, schedule, outputs
+        self.eval_fault = ""  # which evaluation had too many failed samples, and why
+        self._same_rewards = 0  # rollouts in a row whose rewards tell no sample from another
 
     def rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
-        """Write the samples of a rollout, and warn of those that failed; raises `RunFolderLostError` if the folder is gone."""
+        """Write the samples of a rollout; warn of those that failed, and of rewards that are always the same.
+
+        Raises:
+            FailedSamplesError: if more than `max_failed_fraction` of the samples failed. They are written all the same.
+            RunFolderLostError: if the run folder was removed.
+        """
         self.out.folder.check_there()
-        failures = [s.failure for g in groups for s in g.samples if s.failure]
-        if failures:
-            self.out.progress.warn(
-                f"rollout {rollout_id}: {len(failures)} samples failed and are not trained on; first: {failures[0]}"
-            )
         if self.config.observe.save_samples:
             write_groups(self.out.folder.sample_file(rollout_id), groups)
         if self.config.debug.save_debug_rollout_data is not None:
             write_groups(rollout_file(Path(self.config.debug.save_debug_rollout_data), rollout_id), groups)
+        samples = [sample for group in groups for sample in group.samples]
+        if fault := self._too_many_failed(f"rollout {rollout_id}", samples):
+            raise FailedSamplesError(fault)
+        failures = [sample.failure for sample in samples if sample.status is Status.FAILED]
+        if failures:
+            self.out.progress.warn(
+                f"rollout {rollout_id}: {len(failures)} samples failed and are not trained on; first: {failures[0]}"
+            )
+        self._check_rewards(groups)
+
+    def _too_many_failed(self, what: str, samples: Sequence[Sample]) -> str:
+        """Describe the failures if there are more than `max_failed_fraction` allows; empty if not."""
+        failures = [sample.failure for sample in samples if sample.status is Status.FAILED]
+        most = self.config.rollout.max_failed_fraction
+        if len(failures) <= most * len(samples):
+            return ""
+        return (
+            f"{what}: {len(failures)} of {len(samples)} samples failed, more than max_failed_fraction = {most:g} allows; "
+            f"first: {failures[0]}; correct the reward or the environment, or raise --max-failed-fraction"
+        )
+
+    def _check_rewards(self, groups: Sequence[Group]) -> None:
+        """Warn once if rewards have not differed for several rollouts in a row."""
+        section = self.config.algorithm
+        own = section.custom_advantage_path is not None
+        rule = None if own else find_estimator(section.advantage_estimator)
+        reads_parts = rule is not None and rule.needs_parts  # equal sums may be of unequal parts
+        if not self.config.reward.targets or self.config.debug.debug_rollout_only or reads_parts:
+            return
+        same = same_rewards(groups, compares_groups=rule is not None and rule.needs_group)
+        self._same_rewards = self._same_rewards + 1 if same else 0
+        if self._same_rewards == _MAX_SAME_REWARDS:
+            self.out.progress.warn(
+                f"in {_MAX_SAME_REWARDS} rollouts in a row {same}: no sample is better than another, so rewards teach the "
+                "model nothing; compare samples/ with what the reward expects, or choose easier or harder prompts"
+            )
+            self._same_rewards = -sys.maxsize  # once is enough
 
     def evaluation(self, done: int, found: Sequence[tuple[str, Sequence[Group]]], seconds: float) -> None:
         """Write the metrics of an evaluation; show answers of the first and of the last one."""
         metrics: list[Metric] = []
         for name, groups in found:
             metrics += eval_metrics(name, groups)
+            self._check_answers(name, groups)
             if done == self.schedule.start_rollout_id or done >= self.schedule.num_rollout:
                 self._show(name, "after" if done >= self.schedule.num_rollout else "before", groups)
         values = reduce_metrics([*metrics, metric("perf/eval_seconds", seconds)])
         self._write(done, values)
         self.out.progress.evaluation(done, values)
+
+    def _check_answers(self, name: str, groups: Sequence[Group]) -> None:
+        """Warn of answers that could not be scored: they count as reward 0."""
+        samples = [sample for group in groups for sample in group.samples]
+        failures = [sample.failure for sample in samples if sample.status is Status.FAILED]
+        self.eval_fault = self.eval_fault or self._too_many_failed(f"evaluation of {name}", samples)
+        if failures:
+            self.out.progress.warn(
+                f"evaluation of {name}: {len(failures)} of {len(samples)} samples failed and count as reward 0; "
+                f"first: {failures[0]}"
+            )
 
     def step(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
         """Write and show the metrics of a finished rollout."""

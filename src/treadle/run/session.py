@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.chat import Codec, load_codec
-from treadle.config import Config, num_rollout
+from treadle.config import Config, num_rollout, recorded
 from treadle.data import PromptSource
 from treadle.errors import ConfigError
 from treadle.models.bundled import resolve
@@ -142,7 +142,7 @@ def open_outputs(session: Session, stack: AsyncExitStack, *, again: bool = False
         if session.checkpoint is not None:
             go_on_from(session.checkpoint, place.checkpoints)
         folder = folder.take_back(session.start_rollout_id)
-    values = config.model_dump(mode="json")
+    values = recorded(config)
     folder.write_config(values)
     sink = open_sinks(folder, config.observe, progress.warn, session.start_rollout_id, values)
     stack.callback(sink.close)

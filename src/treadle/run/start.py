@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.config import Config, check_config
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, FailedSamplesError
 from treadle.models.export import export_model
 from treadle.models.load import context_length, is_model_folder
 from treadle.observe.progress import Progress
@@ -183,3 +183,5 @@ async def _evaluate(session: Session, recipe_name: str) -> None:
         finally:
             summary = finish(outputs.folder, recipe_name, time.perf_counter() - began)
     progress.show_summary(summary)
+    if parts.written.eval_fault:
+        raise FailedSamplesError(parts.written.eval_fault)

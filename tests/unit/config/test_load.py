@@ -98,7 +98,7 @@ def test_negative_numbers_equals_signs_and_underscores():
         (["--use-kl-loss", "true"], ["'true'", "--no-flag"]),
         (["--lr", "1", "quick.toml"], ["'quick.toml'", "first argument"]),
         (["--eval-overrides", "x"], ["[eval.eval_overrides.NAME]"]),
-        (["--lr", "x", "--eps-clip", "7"], ["--lr x", "--eps-clip 7", "less than 1"]),
+        (["--lr", "x", "--eps-clip", "7"], ["--lr x", "--eps-clip 7", "less than or equal to 1"]),
     ],
 )
 def test_bad_flags(argv, parts):
@@ -215,3 +215,12 @@ def test_engine_arguments_alone_are_enough(kind):
 def test_the_table_of_engine_arguments_is_named_in_refusals(recipe):
     assert "[engine.vllm]" in refusal(None, "--vllm", "x")
     assert "vllm.max_model_len" in refusal(recipe("[engine.vllm]\nmax_model_len = {a = 1}\n"))
+
+
+@pytest.mark.parametrize("name", [name for name in config_fields() if name.endswith("_seconds")])
+def test_no_deadline_is_longer_than_what_waits_for_it_can_take(name):
+    """A socket takes 2^31 ms: with `--rm-timeout-seconds 1e30` every sample failed."""
+    flag = f"--{name.replace('_', '-')}"
+    assert load_config(None, [flag, "604800"])
+    for value in ("604801", "1e30"):
+        assert f"{name}" in (message := refusal(None, flag, value)) or flag in message

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,86 @@ def test_a_missing_or_unknown_file_is_one_clear_line(write_jsonl: Write, tmp_pat
     assert "none.jsonl is empty" in refused(tmp_path / "none.jsonl")
 
 
+@pytest.mark.parametrize("name", ["pipe", "pipe.jsonl", "pipe.csv", "pipe.parquet"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    assert "is a pipe, a device or a socket; copy its rows into a file" in refused(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/dev/zero", "'/dev/zero' is a pipe, a device or a socket"),
+        ("/dev/null@[:3]", "'/dev/null' is a pipe, a device or a socket"),
+        ("~nosuchuser/x.jsonl", "'~nosuchuser/x.jsonl': there is no such home folder"),
+        ("a" * 300 + ".jsonl", "…' can't be read: File name too long"),
+        ("x/" * 3000 + "a.jsonl", "…' can't be read: File name too long"),
+        ("a\0b.jsonl", "there is no file 'a\\x00b.jsonl'"),
+        ("", "'' names no data"),
+        (" @[:1]", "' ' names no data"),
+        ("/", "folder '/' holds more than 20000 entries; name the data itself"),
+    ],
+)
+def test_a_place_that_holds_no_rows_is_one_clear_line(source: str, message: str) -> None:
+    assert message in refused(source)
+    if len(source) > 200:
+        assert len(refused(source)) < 300
+
+
+def test_a_link_to_a_device_or_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    assert "is a pipe, a device or a socket" in refused(tmp_path / "zero.jsonl")
+    assert "there is no file" in refused(tmp_path / "loop.jsonl")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a"])
+def test_data_that_may_not_be_read_is_named(name: str) -> None:
+    """As another user: for the one who made the file, or for root, everything can be read."""
+    with tempfile.TemporaryDirectory() as made:  # pytest's own folders are closed to others
+        folder = Path(made)
+        folder.chmod(0o755)
+        path = folder / name
+        path.write_text('{"q": "a"}\n') if path.suffix else path.mkdir()
+        path.chmod(0)
+        closed = folder / "closed"
+        closed.mkdir()
+        closed.chmod(0)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.seteuid(65534)
+        try:
+            messages = refused(path), refused(closed / "b.jsonl")
+        finally:
+            if is_root:
+                os.seteuid(0)
+            for item in (path, closed):
+                item.chmod(0o755)
+        assert "ermission denied" in messages[0]
+        assert "closed/b.jsonl' can't be read: Permission denied" in messages[1]
+
+
+@pytest.mark.parametrize("depth", [90, 200, 500])
+def test_a_row_nested_too_deep_is_named(write_jsonl: Write, tmp_path: Path, depth: int) -> None:
+    row = '{"q": 1, "deep": ' + '{"a": [' * (depth // 2) + "]}" * (depth // 2) + "}"
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"import json\nrows = [{{'q': 0}}, json.loads({row!r})]\n")
+    sources = [write_jsonl("deep.jsonl", ['{"q": 0}', row]), write_jsonl("deep.json", ['[{"q": 0},', row, "]"])]
+    for source, place in ((sources[0], "line 2"), (sources[1], "line 2"), (f"{mine}:rows", "row 1")):
+        if depth < 100:
+            assert rows_of(source)[1]["q"] == 1
+        else:
+            assert f"{place}: its values are nested more than 100 deep" in refused(source)
+
+
+def test_a_mark_of_utf8_at_the_start_is_no_part_of_the_data(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", '{"q": "x"}'), ("a.json", '[{"q": "x"}]'), ("a.csv", "q\nx\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert rows_of(tmp_path / name) == [{"q": "x"}]
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf")
+        assert "mpty" in refused(tmp_path / name)
+
+
 def test_csv_values_stay_text(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text('q,label\n"a\nb",007\n2024-01-01,NA\nnull,\n')
@@ -158,12 +240,17 @@ def test_csv_values_stay_text(tmp_path: Path) -> None:
         ("a,b\n", "is empty"),
         ("a,b\n1,2\n3\n", "row 3 has 1 values where the header has 2"),
         ("a,a\n1,2\n", "names column 'a' twice"),
+        (b"\x80\x01,\xff\n", "is not UTF-8 text (near byte 0)"),
+        (b"a,b\n1,2\n\xe9,3\n4\n", "is not UTF-8 text"),
+        (b"a,b\n1,\xc3", "is not UTF-8 text"),
+        ("a,b\n1,2\n".encode("utf-16"), "byte 3 is zero; save it as csv in UTF-8"),
     ],
 )
-def test_a_bad_csv_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_csv_is_one_clear_line(tmp_path: Path, text: str | bytes, message: str, capfd: Any) -> None:
     path = tmp_path / "t.csv"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert message in refused(path)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_bad_parquet_is_one_clear_line(tmp_path: Path) -> None:
@@ -251,6 +338,7 @@ def test_gym_is_the_same_without_a_seed_and_leaves_the_shared_generator_alone() 
         ("chain_sum?allow_negation=False", "allow_negation='False' must be true or false"),
         ("chain_sum?min_terms=two", "min_terms='two' must be a number"),
         ("chain_sum?size=1.5", "size=1.5 must be a whole number"),
+        ("chain_sum?size=100000000000000", "is too many; at most 10000000"),
         ("chain_sum?seed=1&seed=2", "gives 'seed' twice"),
         ("chain_sum?seed", "'seed' is not key=value"),
         ("chain_sum?min_terms=5&max_terms=2", "the task refuses these values"),

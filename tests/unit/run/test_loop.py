@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from treadle.errors import ConfigError, EngineError, FailedSamplesError
 from treadle.metrics import metric, reduce_metrics
 from treadle.run.lease import FreeLease, SharedLease
 from treadle.run.loop import Collection, Schedule, train_loop
@@ -18,8 +19,8 @@ class Recorder:
     `fail` names the call that raises, such as "train 1".
     """
 
-    def __init__(self, fail=None, collect_turns=3):
-        self.calls, self.recorded, self.fail, self.turns = [], [], fail, collect_turns
+    def __init__(self, fail=None, collect_turns=3, error=RuntimeError):
+        self.calls, self.recorded, self.fail, self.turns, self.error = [], [], fail, collect_turns, error
         self.version = 0
         self.version_at_start = {}  # of each collection
         self.in_flight = self.most_in_flight = 0
@@ -28,7 +29,7 @@ class Recorder:
     def note(self, call):
         self.calls.append(call)
         if call == self.fail:
-            raise RuntimeError(f"{call} failed")
+            raise self.error(f"{call} failed")
 
     async def collect(self, rollout_id):
         self.version_at_start[rollout_id] = self.version
@@ -213,6 +214,24 @@ def test_whatever_raises_ends_the_loop_and_cancels_what_is_in_flight(call):
     assert "train 2" not in parts.calls
     if not call.startswith("collect"):
         assert parts.calls[-1] == call or parts.calls[-1].startswith("collect"), "nothing is done after it"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fault", "saves"),
+    [
+        (Schedule(0, 9), FailedSamplesError, ["save 2"]),
+        (Schedule(0, 9, save_interval=1), ConfigError, ["save 1", "save 2"]),
+        (Schedule(2, 9, max_lag=2), FailedSamplesError, []),
+        (Schedule(0, 9, can_save=False), FailedSamplesError, []),
+        (Schedule(0, 9), EngineError, []),
+    ],
+)
+def test_what_was_trained_is_saved_when_the_users_code_ends_the_run(schedule, fault, saves):
+    parts = Recorder(fail="collect 2", error=fault)
+    with pytest.raises(fault, match="collect 2 failed"):
+        run(parts, schedule)
+    assert [call for call in parts.calls if call.startswith("save")] == saves
+    assert not parts.in_flight
 
 
 def test_in_flight_collections_are_cancelled():
