@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver as forkserver
 import os
 import signal
 import tempfile
@@ -21,11 +22,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 IMPORTS = (
     "treadle.run.start",
     "treadle.run.plan",
     "treadle.observe.curve",
+    "treadle.cli",
+    "treadle.models.export",
+    "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
+    "accelerate",
+    "datasets",
+    "tyro",
     "math_verify",
 )
 END_SECONDS = 60.0
@@ -106,7 +115,8 @@ class Child:
         if code is None:
             self.kill()
             self.wait(END_SECONDS)
-        return Done(code, *(file.read_text(errors="replace") for file in self._files), seconds)
+        out, err = (file.read_bytes().decode(errors="replace") for file in self._files)  # line ends as they are
+        return Done(code, out, err, seconds)
 
     def signal_when(self, ready: Callable[[], bool], signum: int, seconds: float) -> int:
         """Send a signal once something is so, which must come before the program ends; return the exit code."""
@@ -124,6 +134,9 @@ class ForkServer:
 
     def __init__(self) -> None:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTS))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")  # read once, when the server imports torch
+            forkserver.ensure_running()
         self._files = tempfile.TemporaryDirectory(prefix="treadle-commands-")
         self._number = 0
 

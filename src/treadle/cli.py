@@ -38,13 +38,18 @@ A recipe is a TOML file; a flag wins over it. `treadle train --help` lists every
   treadle --help
 """
 
+EXIT_INTERNAL_ERROR = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Run one command.
+
+    The exit code is 0, 1 for a fault in Treadle itself, 2 for a user's mistake, 130 for Ctrl-C. With `TREADLE_TRACEBACK=1`
+    every exception is raised as it is.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(words)
@@ -59,6 +64,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except Exception as error:
+        if os.environ.get("TREADLE_TRACEBACK") == "1":
+            raise
+        return _last_resort(error)
+
+
+def _last_resort(error: Exception) -> int:
+    """Report in one line what nothing below foresaw: a machine that ran out of something, else a fault in Treadle."""
+    what = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "not enough memory" in what or "out of memory" in what:
+        remedy = "`treadle plan` shows what a run takes; lower its batch sizes or use a smaller model"
+        print(f"treadle: error: this needs more memory than there is: {remedy}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if isinstance(error, OSError) and error.filename is not None:
+        print(f"treadle: error: can't use {str(error.filename)!r}: {error.strerror}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="treadle-error-", suffix=".txt", delete=False, errors="replace"
+    ) as file:
+        file.write("".join(traceback.format_exception(error)))
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    print(
+        f"treadle: internal error: {type(error).__name__}: {what[:300]} ({place}); please report it with {file.name}, "
+        "which holds the traceback",
+        file=sys.stderr,
+    )
+    return EXIT_INTERNAL_ERROR
 
 
 def _dispatch(words: list[str]) -> int:
@@ -93,10 +129,17 @@ def _load(command: str, words: list[str]) -> tuple[Config, str]:
     """The configuration and the recipe's name; the recipe is the first word that is no flag."""
     from treadle.config import load_config
 
-    recipe = Path(words[0]) if words and not words[0].startswith("-") else None
+    recipe = _recipe_path(words[0]) if words and not words[0].startswith("-") else None
     flags = words[1:] if recipe else words
     config = load_config(recipe, flags, prog=f"treadle {command} [RECIPE]")
     return config, recipe.stem if recipe else "run"
+
+
+def _recipe_path(word: str) -> Path:
+    try:
+        return Path(word).expanduser()
+    except RuntimeError:
+        return Path(word)  # no such user: the file is missing under this name
 
 
 def _train(words: list[str]) -> int:

@@ -326,7 +326,7 @@ def test_a_lost_rank_ends_the_others_with_one_clear_error(quick: Jobs, job: str,
     assert ended["codes"][str(rank)] == 1
     assert ended["seconds"] < 45
     said = last_line(quick.found(job).log(rank))
-    assert said.startswith("RankError: rank 0 of 2 lost the others while training on rollout 1 (")
+    assert said.startswith("RankError: rank 0 of 2 lost the others while scoring a rollout (")
     assert said.endswith("or the work takes longer than --distributed-timeout-seconds")
 
 

@@ -61,8 +61,8 @@ def drifted(batch, seed: int, size: float) -> torch.Tensor:
 def ours(trainer, batch) -> tuple[float, dict[str, torch.Tensor]]:
     batch = replace(batch, loss_weights=trainer.objective.loss_weights(batch, len(batch)))
     total = 0.0
-    for packed, part in trainer.micro_batches.packed(batch):
-        result = micro_batch_loss(trainer.model, packed, part, trainer.objective, "auto")
+    for one in trainer.micro_batches.split(batch, range(len(batch))):
+        result = micro_batch_loss(trainer.model, one.row, batch.select(one.samples), trainer.objective, "auto")
         result.loss.backward()
         total += float(result.loss.detach())
     return total, {name: p.grad for name, p in trainer.model.named_parameters()}

@@ -127,7 +127,7 @@ def test_what_a_template_raises_is_told_in_one_line(codec_with):
 def test_a_template_that_explodes_is_one_line_that_names_the_model(codec_with):
     with pytest.raises(ModelError, match="the chat template of 'other' refused the messages: it makes far more text"):
         codec_with("{{ 'x' * 2000000 }}").render_messages([{"role": "user", "content": "a"}])
-    with pytest.raises(ModelError, match="refused the messages: first$"):
+    with pytest.raises(ModelError, match=r"refused the messages: first$"):
         codec_with("{{ raise_exception('first\nsecond') }}").render_messages([{"role": "user", "content": "a"}])
 
 
@@ -166,7 +166,7 @@ def test_a_plain_prompt_begins_once_and_does_not_end(make_tokenizer, around, wan
 def test_a_tokenizer_without_an_unknown_token_names_what_it_can_not_encode(make_tokenizer):
     codec = make_tokenizer("<s> $A", unknown=None)
     assert codec.encode_text("ab") == [1, 3, 4]
-    with pytest.raises(ModelError, match="the tokenizer of 'around' can't encode 'axb': .*UNK") as caught:
+    with pytest.raises(ModelError, match=r"the tokenizer of 'around' can't encode 'axb': .*UNK") as caught:
         codec.encode_text("axb")
     assert "\n" not in str(caught.value)
 

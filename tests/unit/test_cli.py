@@ -141,3 +141,38 @@ def test_reader_that_goes_away_is_no_traceback():
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_unforeseen_exception_is_one_line_with_its_traceback_in_a_file(monkeypatch, capsys, tmp_path):
+    def broken(words):
+        raise KeyError("a\nb")
+
+    monkeypatch.setattr("treadle.cli._plan", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, out, err = run("plan", capsys=capsys)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("treadle: internal error: KeyError: ")
+    (file,) = tmp_path.iterdir()
+    assert str(file) in err
+    assert "Traceback" in file.read_text()
+    monkeypatch.setenv("TREADLE_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        main(["plan"])
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        (MemoryError(), "more memory than there is"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes"), "more memory"),
+        (OSError(28, "No space left on device", "/x/y"), "can't use '/x/y': No space left on device"),
+    ],
+)
+def test_a_machine_that_ran_out_of_something_is_one_line_and_exit_2(error, part, monkeypatch, capsys):
+    def broken(words):
+        raise error
+
+    monkeypatch.setattr("treadle.cli._plan", broken)
+    code, _, err = run("plan", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert part in err

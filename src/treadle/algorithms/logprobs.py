@@ -57,7 +57,6 @@ class LogprobOptions(TypedDict, total=False):
     logit_softcap: float | None  # logits become cap · tanh(logits / cap) (Gemma 2), after the scale
     chunk_rows: int | None  # rows of a tile; None chooses by device
     chunk_vocab: int | None  # vocabulary of a tile; None chooses by device
-    with_entropy: bool  # False: no entropy, None is returned in its place
     entropy_grad: bool  # False: the entropy is a plain number for the log, and its gradient costs nothing
 
 
@@ -67,7 +66,7 @@ def logprobs_and_entropy(
     targets: Int64[Tensor, " N"],
     temperature: Float[Tensor, " N"] | float = 1.0,
     **options: Unpack[LogprobOptions],
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Logprob of each target token and entropy of the whole distribution it was drawn from.
 
     Both are of `softmax(logits / temperature)`, `logits = softcap(logit_scale · (hidden @ weightᵀ + bias))`. The
@@ -75,7 +74,8 @@ def logprobs_and_entropy(
     float32, or in float64 where `hidden` is. Gradients go to `hidden`, `weight` and `bias` where they ask for one,
     exact for both outputs; sums over tiles are kept in float32. `temperature` gets no gradient.
 
-    `targets` must lie in [0, V); a temperature must be above 0. For the options see `LogprobOptions`. Same idea:
+    The entropy is always computed: a compiled loop without it would round the logprobs differently, and logprobs of
+    two passes are compared. `targets` must lie in [0, V); a temperature must be above 0. For the options see `LogprobOptions`. Same idea:
     Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (cut cross-entropy), arXiv 2411.09009.
 
         >>> hidden, weight = torch.zeros(1, 3), torch.ones(4, 3)      # four equally likely tokens
@@ -104,7 +104,6 @@ class _Plan:
     logit_softcap: float | None = None
     chunk_rows: int | None = None
     chunk_vocab: int | None = None
-    with_entropy: bool = True
     entropy_grad: bool = True
 
     def kernel_for(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadKernel | None:
@@ -156,9 +155,8 @@ def _take_in(sums: Tensor, scores: Tensor, known: Tensor, columns: Tensor, bias:
     tile_log_sum = most + torch.log(total)
     joined = torch.logaddexp(log_sum, tile_log_sum)
     target_logit = target_logit + torch.where(columns == target, logits, 0.0).sum(1, keepdim=True)
-    if plan.with_entropy:
-        mean = (shares * logits).sum(1, keepdim=True) / total
-        mean_logit = torch.lerp(mean_logit, mean, torch.exp(tile_log_sum - joined))
+    mean = (shares * logits).sum(1, keepdim=True) / total
+    mean_logit = torch.lerp(mean_logit, mean, torch.exp(tile_log_sum - joined))
     sums.copy_(torch.cat([joined, target_logit, mean_logit], dim=1))
 
 
@@ -193,7 +191,7 @@ class _TiledLogprobs(torch.autograd.Function):
         targets: Tensor,
         inverse_temperature: Tensor,
         plan: _Plan,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         known = torch.stack([inverse_temperature, targets.to(inverse_temperature.dtype)], dim=1)
         kernel = plan.kernel_for(hidden, weight, bias)
         if kernel is None:
@@ -201,11 +199,11 @@ class _TiledLogprobs(torch.autograd.Function):
         else:
             sums = kernel.sums(hidden, weight, _scaled(known, plan))
         log_sum, target_logit, mean_logit = sums.unbind(1)
-        entropy = log_sum - mean_logit if plan.with_entropy else None
+        entropy = log_sum - mean_logit
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, known, log_sum, entropy)
-        if entropy is not None and not plan.entropy_grad:
+        if not plan.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return target_logit - log_sum, entropy
 

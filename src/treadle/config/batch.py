@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
 
+_MOST_TRIED = 100_000
+"""Numbers that are tried on each side when a divisor is looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchArithmetic:
@@ -92,9 +95,11 @@ def _nearest_divisors(number: int, wanted: int) -> str:
     >>> _nearest_divisors(128, 100)
     '64 or 128'
     """
-    below = next((d for d in range(min(wanted, number), 0, -1) if number % d == 0), None)
-    above = next((d for d in range(wanted, number + 1) if number % d == 0), None)
-    return " or ".join(str(d) for d in (below, above) if d is not None)
+    start = min(wanted, number)
+    below = range(start, max(start - _MOST_TRIED, 0), -1)
+    above = range(wanted, min(wanted + _MOST_TRIED, number) + 1)
+    found = [next((d for d in tried if number % d == 0), None) for tried in (below, above)]
+    return " or ".join(str(d) for d in found if d is not None) or "1"
 
 
 def run_length(config: Config, dataset_size: int | None) -> RunLength:

@@ -13,10 +13,11 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from treadle.config.sections import Config, EvalOverride, Section
+from treadle.config.values import check_value
 from treadle.registry import suggestion
 
 _KINDS = {str: "text", int: "integer", float: "number", bool: "switch"}
@@ -98,10 +99,8 @@ class ConfigField:
         return ", ".join(f"{sign} {getattr(item, key)}" for item, sign, key in _bounds_of(self.info))
 
     def adapter(self) -> TypeAdapter[Any]:
-        """A validator of this field's values; numbers must be finite."""
-        value_type: Any = self.info.annotation
-        if self.info.metadata:
-            value_type = Annotated[(value_type, *self.info.metadata)]
+        """A validator of this field's values; numbers must be finite and fit in 64 bits."""
+        value_type: Any = Annotated[(self.info.annotation, *self.info.metadata, AfterValidator(check_value))]
         return TypeAdapter(value_type, config=ConfigDict(allow_inf_nan=False))
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from treadle.config.fields import ConfigField, config_fields, nearest, section_models
 from treadle.config.recipe import Values
+from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
 
 _NOT_GIVEN = "\0not given"
@@ -38,7 +39,7 @@ def parse_flags(argv: Sequence[str], recipe: Mapping[str, Any], prog: str) -> Va
                 args=list(argv),
                 prog=prog,
                 description="Settings by section. A flag wins over the recipe, the recipe over the default.",
-                config=(tyro.conf.OmitArgPrefixes,),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
                 return_unknown_args=True,
             )
     except SystemExit as stop:
@@ -46,7 +47,7 @@ def parse_flags(argv: Sequence[str], recipe: Mapping[str, Any], prog: str) -> Va
             raise
         raise ConfigError(_first_paragraph(complaints.getvalue())) from None
     if unknown:
-        raise ConfigError("; ".join(_unknown(unknown)))
+        raise ConfigError("; ".join(first_few(list(_unknown(unknown)), most=10)))
     return dict(_given(parsed, recipe)) | merged
 
 
@@ -138,13 +139,13 @@ def _unknown(words: Sequence[str]) -> Iterator[str]:
             table = f"[{field.section}.{name}.NAME]" if field.holds_tables else f"[{field.section}.{name}]"
             yield f"{field.flag} is no flag; set it in the recipe as {table}"
         else:
-            yield f"unknown flag {word.split('=', 1)[0]}{_nearest_flag(name)}"
+            yield f"unknown flag {written(word.split('=', 1)[0])}{_nearest_flag(name)}"
     if not flags:
         word = words[0]
         yield (
-            f"unexpected {word!r}; the recipe is the first argument, before the flags"
+            f"unexpected {written(repr(word))}; the recipe is the first argument, before the flags"
             if word.endswith(".toml")
-            else f"unexpected {word!r}; values follow their flag, and a switch takes none (--flag or --no-flag)"
+            else f"unexpected {written(repr(word))}; values follow their flag, and a switch takes none (--flag or --no-flag)"
         )
 
 

@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from treadle.config.fields import ConfigField, config_fields
 from treadle.config.flags import parse_flags
 from treadle.config.recipe import read_recipe
+from treadle.config.secrets import REDACTED, names_secret, without_secrets
 from treadle.config.sections import Config
+from treadle.config.values import expand_paths, first_few, written
 from treadle.errors import ConfigError
 
 
@@ -31,9 +33,12 @@ def load_config(recipe: Path | None, argv: Sequence[str] = (), *, prog: str = "t
         is_flag = name in from_flags
         raw = from_flags[name] if is_flag else from_recipe[name]
         try:
-            values.setdefault(field.section, {})[name] = _from_flag(field, raw) if is_flag else _from_toml(field, raw)
+            value = _from_flag(field, raw) if is_flag else _from_toml(field, raw)
+            values.setdefault(field.section, {})[name] = expand_paths(name, value)
         except ValidationError as error:
-            faults += _faults(field, error, None if is_flag else recipe)
+            faults += first_few(list(_faults(field, error, None if is_flag else recipe)))
+        except ValueError as error:
+            faults.append(f"{_named(field, raw, None if is_flag else recipe)}: {error}")
     if faults:
         raise ConfigError("; ".join(faults))
     return Config.model_validate(values)
@@ -41,7 +46,13 @@ def load_config(recipe: Path | None, argv: Sequence[str] = (), *, prog: str = "t
 
 def _from_toml(field: ConfigField, value: Any) -> Any:
     """Strict: `"16"` is no integer and `true` is no number. JSON mode, so that a list may become a tuple."""
-    return field.adapter().validate_json(json.dumps(value, default=str), strict=True)
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    except ValueError:  # Python writes no integers of over 4300 digits
+        raise ValueError("must fit in 64 bits") from None
+    return field.adapter().validate_json(text, strict=True)
 
 
 def _from_flag(field: ConfigField, value: Any) -> Any:
@@ -54,21 +65,32 @@ def _from_flag(field: ConfigField, value: Any) -> Any:
 def _faults(field: ConfigField, error: ValidationError, recipe: Path | None) -> Iterator[str]:
     for item in error.errors(include_url=False):
         inner = [str(part) for part in item["loc"] if not str(part).startswith(("function-", "tuple["))]
-        value = item["input"]
-        if recipe is None:
-            name = f"{field.flag} {value}"
-        else:
-            name = f"{recipe}: {'.'.join([field.name, *inner])} = {_as_written(value)} in [{field.section}]"
-        yield f"{name}: {_remedy(field, item['msg'])}"
+        yield f"{_named(field, item['input'], recipe, inner)}: {_remedy(field, item['msg'])}"
 
 
-def _as_written(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+def _named(field: ConfigField, value: Any, recipe: Path | None, inner: Sequence[str] = ()) -> str:
+    """A value with the field that holds it, as it was given on the command line or in the recipe, without secrets."""
+    try:
+        value = REDACTED if any(names_secret(part, "text") for part in inner) else without_secrets(value)
+    except RecursionError:
+        value = "…"
+    if recipe is None:
+        return f"{field.flag} {' '.join(map(written, value)) if isinstance(value, tuple) else written(value)}"
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (RecursionError, ValueError):
+        text = "…"
+    return f"{recipe}: {'.'.join([field.name, *inner])} = {written(text)} in [{field.section}]"
 
 
 def _remedy(field: ConfigField, message: str) -> str:
     """Pydantic's sentence, short: `must be greater than or equal to 1`."""
-    text = message.removeprefix("Input ").split(", unable to", 1)[0].split(", got a number", 1)[0]
+    text = (
+        message.removeprefix("Value error, ")
+        .removeprefix("Input ")
+        .split(", unable to", 1)[0]
+        .split(", got a number", 1)[0]
+    )
     text = text.replace("a valid array", "a list").replace("an object", "a table")
     text = "must " + text.removeprefix("should ") if text.startswith("should ") else text
     if field.bounds and field.bounds.split()[-1] not in text:

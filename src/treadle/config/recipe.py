@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from treadle.config.fields import config_fields, did_you_mean, nearest, override_fields, section_models
+from treadle.config.secrets import without_secrets
 from treadle.config.sections import Config
+from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
 from treadle.registry import suggestion
 
 Values = dict[str, Any]
 """Raw values by field name; a name says its section by itself."""
 
+_MAX_RECIPE_BYTES = 1 << 24
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_recipe(path: Path) -> Values:
     """Read a recipe's raw values by field name.
 
-    Raises `ConfigError` where the file is missing or not TOML (with its line), and for keys that are unknown or
-    in the wrong section.
+    Raises `ConfigError` if the file is missing or not TOML (with its line), and for keys that are unknown or in the
+    wrong section.
     """
     table = _parse(path)
-    faults = list(_key_faults(table))
+    faults = first_few(list(_key_faults(table)), most=10)
     if faults:
         raise ConfigError(f"{path}: {'; '.join(faults)}")
     return {key: value for values in table.values() for key, value in values.items()}
@@ -35,23 +41,43 @@ def read_recipe(path: Path) -> Values:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = _read_file(path).decode("utf-8-sig")  # editors of Windows write a mark in front
     except FileNotFoundError:
-        raise ConfigError(f"no recipe at {path}{_siblings(path)}") from None
+        raise ConfigError(f"no recipe at {written(path)}{_siblings(path)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a text file in UTF-8 (byte {error.start}); a recipe is TOML") from None
-    except OSError as error:
-        raise ConfigError(f"can't read the recipe {path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"can't read the recipe {written(path)}: {reason}") from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}{_place(str(error), text)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: lists or tables are nested too deep; a recipe has sections with fields") from None
+    except ValueError:  # Python reads no integers of over 4300 digits, nor the 31st of February
+        raise ConfigError(f"{path}: a number or date in it is out of range; an integer fits in 64 bits") from None
+
+
+def _read_file(path: Path) -> bytes:
+    """The bytes of a regular file that is not too large to be a recipe; a pipe or a device might never end."""
+    with open(
+        os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
+    ) as file:  # without the flag, a pipe waits for its writer
+        found = os.fstat(file.fileno())
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a file but a pipe or a device")
+        if found.st_size > _MAX_RECIPE_BYTES:
+            raise ValueError(f"it has {found.st_size} bytes, a recipe at most {_MAX_RECIPE_BYTES}")
+        return file.read()
 
 
 def _siblings(path: Path) -> str:
     folder = path.parent
-    if not folder.is_dir():
-        return f"; there is no folder {folder} (paths are relative to {Path.cwd()})"
+    if not os.path.isdir(folder):
+        return f"; there is no folder {written(folder)} (paths are relative to {Path.cwd()})"
     return suggestion(str(path), [str(folder / item.name) for item in sorted(folder.glob("*.toml"))])
 
 
@@ -71,11 +97,11 @@ def _key_faults(table: Mapping[str, Any]) -> Iterator[str]:
             if name in fields:
                 yield f"{name} belongs in [{fields[name].section}]"
             elif isinstance(values, dict):
-                yield f"no section [{name}]{did_you_mean(f'[{name}]', [f'[{item}]' for item in sections])}"
+                yield f"no section [{written(name)}]{did_you_mean(f'[{name}]', [f'[{item}]' for item in sections])}"
             else:
-                yield f"no field {name}{_where(name)}"
+                yield f"no field {written(name)}{_where(name)}"
         elif not isinstance(values, dict):
-            yield f"{name} = {values!r} must be a table: [{name}]"
+            yield f"{name} = {written(repr(values))} must be a table: [{name}]"
         else:
             yield from _section_faults(name, values)
 
@@ -84,7 +110,7 @@ def _section_faults(section: str, values: Mapping[str, Any]) -> Iterator[str]:
     fields = config_fields()
     for key in values:
         if key not in fields:
-            yield f"no field {key} in [{section}]{_where(key)}"
+            yield f"no field {written(key)} in [{section}]{_where(key)}"
         elif fields[key].section != section:
             yield f"{key} belongs in [{fields[key].section}], not in [{section}]"
     for name, override in _tables(values.get("eval_overrides")) if section == "eval" else ():
@@ -94,7 +120,7 @@ def _section_faults(section: str, values: Mapping[str, Any]) -> Iterator[str]:
                 hint = (
                     did_you_mean(key, override_fields()) if nearest(key, override_fields()) else f"; known are {known}"
                 )
-                yield f"no field {key} in [eval.eval_overrides.{name}]{hint}"
+                yield f"no field {written(key)} in [eval.eval_overrides.{written(name)}]{hint}"
 
 
 def _tables(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -109,13 +135,13 @@ def _where(name: str) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Write the whole configuration as a recipe; `load_config` reads back the same one.
+    """Write the whole configuration as a recipe; `load_config` reads back the same one, but for secrets: they are left out.
 
     TOML has no `None`, so a field that is not set stands there as a comment.
     """
     blocks = []
     for section in section_models():
-        values = config.model_dump(include={section})[section]
+        values = without_secrets(config.model_dump(include={section})[section])
         lines = [f"[{section}]"]
         lines += [_line(key, value) for key, value in values.items() if not config_fields()[key].recipe_only]
         for key, tables in values.items():

@@ -10,6 +10,7 @@ from treadle.config.fields import did_you_mean
 from treadle.config.findings import Finding, Rule, fault, warning
 from treadle.config.names import LABEL_REWARDS, REWARDS
 from treadle.config.sections import Config
+from treadle.config.values import written
 
 _ESCAPE = re.compile(r"\\[nt]")
 
@@ -167,8 +168,8 @@ def regex_has_its_pattern(config: Config) -> Iterator[Finding]:
     if pattern is not None:
         try:
             re.compile(pattern)
-        except re.error as error:
-            yield fault(f"rm_regex {pattern!r} is no valid pattern: {error}")
+        except (re.error, RecursionError, OverflowError) as error:
+            yield fault(f"rm_regex {written(repr(pattern))} is no valid pattern: {error}")
 
 
 def labels_are_there(config: Config) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
+from treadle.models.weight_checks import check_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -117,11 +118,7 @@ def load_model(
         ) from error
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {path!r}: {first_line(error)}") from error
-    if found["missing_keys"]:
-        raise ModelError(
-            f"{path!r} has no weight {min(found['missing_keys'])!r} ({len(found['missing_keys'])} missing); "
-            "the model folder is not whole"
-        )
+    check_weights(path, model, found)
     model.to(device)
     model.requires_grad_(trainable)
     model.eval()

@@ -13,6 +13,7 @@ from treadle.run.ray_ranks import Call, Meeting, RankActor, RankGroup, Trained, 
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import staged_part
 from treadle.training.host_memory import HostCopies
+from treadle.training.micro_batches import Passes
 from treadle.training.plan import RankShare, TokenNumbers, numbers_at
 from treadle.training.ranks import lost_ranks_are_named
 
@@ -27,23 +28,24 @@ class CriticActor(RankActor):
         self._host = HostCopies()
         if checkpoint is not None:
             self._critic.load(self._found(checkpoint))
-        self._rollout: tuple[RankShare, Batch] | None = None
+        self._rollout: tuple[RankShare, Batch, Passes] | None = None
         return self._grid.data.rank
 
     def values(self, share: RankShare) -> TokenNumbers:
         """The values of the share's samples, before the rollout's steps."""
         with self._lost_named("scoring a rollout"):
-            values = self._critic.values(share.batch)
-        self._rollout = share, replace(share.batch, values=values)
+            passes = self._critic.plan(share.batch, share.steps)
+            values = self._critic.values(share.batch, passes)
+        self._rollout = share, replace(share.batch, values=values), passes
         return TokenNumbers(share.places, share.batch.lengths, values)
 
     def train(self, rollout_id: int, *returns: TokenNumbers) -> Trained:
         """The rollout's optimizer steps towards these returns, found by the policy's ranks."""
         assert self._rollout is not None, "values come first"
-        (share, batch), self._rollout = self._rollout, None
+        (share, batch, passes), self._rollout = self._rollout, None
         batch = replace(batch, returns=numbers_at(share.places, returns))
         with self._lost_named(f"training on rollout {rollout_id}"):
-            metrics = self._critic.train(batch, share.steps)
+            metrics = self._critic.train(batch, passes)
         return Trained([*metrics, *self._memory(self._grid.device, speaks=False)], self._notes.take())
 
     def write(self, folder: Path, name: str) -> tuple[Path, int]:

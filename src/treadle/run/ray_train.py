@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from treadle.chat import load_codec
-from treadle.config import batch_arithmetic
+from treadle.config import batch_arithmetic, recorded
 from treadle.metrics import Metric, metric
 from treadle.run import build
 from treadle.run.placement import Bundle, Places
@@ -30,10 +29,10 @@ from treadle.run.ray_ranks import Meeting, RankActor, RankGroup, Trained, all_of
 from treadle.run.ray_watch import Watched
 from treadle.run.state import random_state
 from treadle.run.worker_setup import WorkerSetup
-from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, save_checkpoint
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.plan import PlannedRollout, Planner, RankShare, TokenNumbers, numbers_at
+from treadle.training.worker import Rollout
 from treadle.types import Group
 from treadle.weights import SentWeights, WeightSender
 from treadle.weights.named import TransportPlan, open_sender
@@ -48,7 +47,7 @@ class TrainActor(RankActor):
         self._sender: WeightSender | None = None
         self._whole: dict[str, torch.Tensor] = {}  # of a sharded model, on the first rank
         self._saves = 0
-        self._rollout: tuple[RankShare, Batch, float] | None = None  # where it is trained in parts
+        self._rollout: Rollout | None = None  # where it is trained in parts
 
     def build(self, meeting: Meeting, num_rollout: int, checkpoint: str | None) -> int:
         """Join the ranks and load model, reference, critic and teacher, then the checkpoint; which share is this rank's."""
@@ -73,23 +72,23 @@ class TrainActor(RankActor):
 
     def score(self, share: RankShare) -> None:
         """What the models of this group say of the share's samples."""
-        began = time.perf_counter()
-        self._rollout = share, self._trainer.score(share.batch), began
+        self._rollout = self._trainer.score(share)
 
     def spread(self, *values: TokenNumbers) -> TokenNumbers:
         """Advantages, with the critic's values; the returns of the share's samples."""
         assert self._rollout is not None, "scores come first"
-        share, batch, began = self._rollout
-        batch = self._trainer.spread(replace(batch, values=numbers_at(share.places, values)))
-        self._rollout = share, batch, began
-        assert batch.returns is not None
-        return TokenNumbers(share.places, batch.lengths, batch.returns)
+        places = self._rollout.share.places
+        batch = replace(self._rollout.batch, values=numbers_at(places, values))
+        self._rollout = self._trainer.spread(replace(self._rollout, batch=batch))
+        returns = self._rollout.batch.returns
+        assert returns is not None
+        return TokenNumbers(places, batch.lengths, returns)
 
     def take_steps(self, rollout_id: int) -> Trained:
         """The rollout's optimizer steps on the scored share."""
         assert self._rollout is not None, "advantages come first"
-        (share, batch, began), self._rollout = self._rollout, None
-        return self._trained(self._trainer.take_steps(share, batch, rollout_id, began))
+        rollout, self._rollout = self._rollout, None
+        return self._trained(self._trainer.take_steps(rollout, rollout_id))
 
     def _trained(self, metrics: Sequence[Any]) -> Trained:
         speaks = self._trainer.policy.grid.is_first
@@ -129,7 +128,7 @@ class TrainActor(RankActor):
                 write_rest=write_rest,
                 optimizer=None if trainer.policy.is_sharded else trainer.optimizer.state_tensors(),
                 state={**own, **state},
-                config=self._config.model_dump(mode="json"),
+                config=recorded(self._config),
                 keep=self._config.checkpoint.keep_checkpoints,
             )
         finally:

@@ -19,7 +19,7 @@ from treadle.models.recompute import recompute_layers
 from treadle.models.value import ValueModel, read_value_head, save_value_head
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
-from treadle.training.micro_batches import MicroBatches, with_last
+from treadle.training.micro_batches import MicroBatch, MicroBatches, Passes, with_last
 from treadle.training.optim import MasterOptimizer
 from treadle.training.packing import PackedBatch
 from treadle.training.parallel import ParallelModel, as_parallel, local_part
@@ -50,9 +50,13 @@ class Critic:
         if config.model.gradient_checkpointing:
             recompute_layers(self.model.model)
 
-    def values(self, batch: Batch) -> Tensor:
+    def plan(self, batch: Batch, steps: Sequence[Sequence[int]]) -> Passes:
+        """Split the samples of a rollout's steps, all of which the critic trains; every rank does so at the same time."""
+        return self.micro_batches.plan(batch, steps)
+
+    def values(self, batch: Batch, passes: Passes) -> Tensor:
         """Value of the state before each trained token, float32 [T], 0 at the others."""
-        found = self.micro_batches.per_token(batch, self._values)
+        found = self.micro_batches.per_token(batch, passes.all, self._values)
         self.parallel.free_gathered()
         return found
 
@@ -60,20 +64,22 @@ class Critic:
         plan = PackedAttention(packed.layout, self.backend)
         return self.parallel(_values_of, packed.token_ids, packed.layout.position_ids, plan, packed.predictors)
 
-    def train(self, batch: Batch, steps: Sequence[Sequence[int]]) -> list[Metric]:
-        """The optimizer steps of a rollout, each on the samples at its indices; this rank's metrics."""
-        metrics = [m for indices in steps for m in self.step(batch.select(indices))]
+    def train(self, batch: Batch, passes: Passes) -> list[Metric]:
+        """The optimizer steps of a rollout; this rank's metrics."""
+        metrics = [m for micro_batches in passes.steps for m in self.step(batch, micro_batches)]
         return metrics if self.parallel.grid.reports else []
 
-    def step(self, batch: Batch) -> list[Metric]:
-        """One optimizer step on the samples of one policy step; needs values, returns and loss weights."""
+    def step(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> list[Metric]:
+        """One optimizer step on micro-batches of the batch, which has values, returns and loss weights."""
         metrics: list[Metric] = []
         loss = 0.0
-        for (packed, part), is_last in with_last(self.micro_batches.packed(batch)):
+        for micro_batch, is_last in with_last(micro_batches):
+            packed = micro_batch.row.to(self.micro_batches.device)
             new, at = self._values(packed), packed.tokens
             if not at.shape[0]:
                 self.parallel.backward(new.sum(), is_last=is_last)
                 continue
+            part = batch.select(micro_batch.samples).to(self.micro_batches.device)
             assert part.values is not None
             assert part.returns is not None
             assert part.loss_weights is not None

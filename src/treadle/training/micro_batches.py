@@ -1,13 +1,21 @@
-"""Splitting a batch into packed micro-batches, and running something over all of them."""
+"""Splitting a rollout into packed micro-batches, and running something over all of them.
+
+In bfloat16 a token's numbers depend on the row it is computed in: a matmul rounds differently for another number of
+rows, and formulas are compiled from some size on. So a rollout is split once, and whatever is compared (a logprob now
+and before, policy and reference, a value now and before) is computed in the same rows.
+
+Axis letters: `K` trained tokens of a micro-batch, `T` tokens of a batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from treadle.config import TrainSection
@@ -18,24 +26,61 @@ from treadle.training.ranks import ALONE, Ranks
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Samples that are computed together; none where other ranks wait for this one, which then runs an empty row.
+
+    `samples` are their indices in the batch that was split, `row` is how they lie (on the CPU), `places` says where
+    each trained token of the row is in that batch.
+    """
+
+    samples: tuple[int, ...]
+    row: PackedBatch
+    places: Int[Tensor, " K"]
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """The micro-batches of a rollout: those of each optimizer step, and those of samples that are scored only."""
+
+    steps: tuple[tuple[MicroBatch, ...], ...]
+    rest: tuple[MicroBatch, ...] = ()
+
+    @property
+    def all(self) -> tuple[MicroBatch, ...]:
+        """Every micro-batch, those of the first step first."""
+        return (*chain.from_iterable(self.steps), *self.rest)
+
+
 @dataclass(frozen=True)
 class MicroBatches:
     """How the run splits a rank's batches, and the device they are computed on.
 
     Ranks that share a model run as many passes as the one with most: a rank with less to do ends with empty ones.
+    Every rank must split its share at the same time.
     """
 
     section: TrainSection
     device: torch.device
     ranks: Ranks = ALONE
 
-    def plan(self, batch: Batch) -> list[list[int]]:
-        """The sample indices of each micro-batch; some may be empty. Every rank must ask at the same time."""
-        plan = self._plan(batch, 0)
+    def plan(self, batch: Batch, steps: Sequence[Sequence[int]], *, with_rest: bool = False) -> Passes:
+        """Split the samples of each step, and if asked for those that no step has."""
+        rest: tuple[MicroBatch, ...] = ()
+        if with_rest:
+            rest = self.split(batch, sorted(set(range(len(batch))).difference(*steps)))
+        return Passes(tuple(self.split(batch, indices) for indices in steps), rest)
+
+    def split(self, batch: Batch, indices: Sequence[int]) -> tuple[MicroBatch, ...]:
+        """Split the samples at `indices`. A micro-batch without a trained token is left out, unless ranks wait for it."""
+        part = batch.select(indices)
+        plan = self._plan(part, 0)
         count = self.ranks.max(len(plan))
         if len(plan) < count:
-            plan = self._plan(batch, count)
-        return plan + [[] for _ in range(count - len(plan))]
+            plan = self._plan(part, count)
+        plan += [[] for _ in range(count - len(plan))]
+        found = (self._micro_batch(batch, [indices[i] for i in members]) for members in plan)
+        return tuple(one for one in found if one is not None)
 
     def _plan(self, batch: Batch, at_least: int) -> list[list[int]]:
         if not self.section.use_dynamic_batch_size:
@@ -48,38 +93,25 @@ class MicroBatches:
             at_least=at_least,
         )
 
-    def packed(self, batch: Batch) -> Iterator[tuple[PackedBatch, Batch]]:
-        """Each micro-batch, packed, with the samples it holds; both on the device.
+    def _micro_batch(self, batch: Batch, samples: Sequence[int]) -> MicroBatch | None:
+        part = batch.select(samples)
+        row = pack(part)
+        if not row.tokens.shape[0]:
+            return None if self.ranks.is_alone else MicroBatch((), empty_row(), row.tokens)
+        of_sample = batch.offsets[torch.as_tensor(samples)] - part.offsets
+        return MicroBatch(tuple(samples), row, row.tokens + of_sample[part.sample_index[row.tokens]])
 
-        One that trains nothing is left out, or one token without a target where other ranks wait for this one.
+    def per_token(
+        self, batch: Batch, micro_batches: Iterable[MicroBatch], score: Callable[[PackedBatch], Tensor]
+    ) -> Float[Tensor, " T"]:
+        """Run `score` (row → [K]) over micro-batches of a batch without gradients.
+
+        Returns float32 [T] on the CPU, 0 at tokens that no micro-batch trains.
         """
-        for indices in self.plan(batch):
-            part = batch.select(indices)
-            packed = self._row(part)
-            if packed is not None:
-                yield packed, part.to(self.device)
-
-    def _row(self, part: Batch) -> PackedBatch | None:
-        packed = pack(part)
-        if not packed.tokens.shape[0]:
-            if self.ranks.is_alone:
-                return None
-            packed = empty_row()
-        return packed.to(self.device)
-
-    def per_token(self, batch: Batch, score: Callable[[PackedBatch], Tensor]) -> Float[Tensor, " T"]:
-        """Run `score` (packed → [K]) over a batch without gradients; float32 [T] on the CPU, 0 at untrained tokens."""
         out = torch.zeros(batch.token_ids.shape[0])
-        offsets = batch.offsets
         with torch.no_grad():
-            for indices in self.plan(batch):
-                part = batch.select(indices)
-                packed = self._row(part)
-                if packed is None:
-                    continue
-                found, tokens = score(packed).float().cpu(), packed.tokens.cpu()
-                sample = part.sample_index[tokens]
-                out[tokens - part.offsets[sample] + offsets[torch.tensor(indices, dtype=torch.int64)][sample]] = found
+            for part in micro_batches:
+                out[part.places] = score(part.row.to(self.device)).float().cpu()
         return out
 
 

@@ -31,13 +31,13 @@ class RankShare:
     """One rank's part of a rollout: tensors and numbers only, so it travels.
 
     `batch` holds the rank's samples in the order of the rollout, with shaped rewards and weights in the loss.
-    `steps[k]` are the indices of those that optimizer step k trains. `measured_groups[k]` is the group to run where
-    no sample of that step, on any rank, has an advantage. `metrics` are on the first rank only.
+    `steps[k]` are the indices of those that optimizer step k has, `trained[k]` of those that add to its policy loss.
+    `metrics` are on the first rank only.
     """
 
     batch: Batch
     steps: tuple[tuple[int, ...], ...]
-    measured_groups: tuple[int, ...]
+    trained: tuple[tuple[int, ...], ...]
     num_trajectories: int  # of the whole rollout, as the next one
     num_tokens: int  # prompts counted with every sample
     places: tuple[int, ...]  # of its samples, among all of the rollout
@@ -46,10 +46,14 @@ class RankShare:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRollout:
-    """All samples of a rollout, ready to be dealt out; `steps[k]` are the indices of those that step k trains."""
+    """All samples of a rollout, ready to be dealt out.
+
+    `steps[k]` are the indices of those that optimizer step k has, `trained[k]` of those that add to its policy loss.
+    """
 
     batch: Batch
     steps: tuple[tuple[int, ...], ...]
+    trained: tuple[tuple[int, ...], ...]
     num_trajectories: int
     metrics: tuple[Metric, ...]
 
@@ -111,11 +115,12 @@ class Planner:
             if len(kept) < len(samples):
                 metrics.append(metric("rollout/dropped/truncated", len(samples) - len(kept)))
             batch, steps = batch.select(kept), [steps[i] for i in kept]
-        of_step = [
-            [i for i, of in enumerate(steps) if of == step] for step in range(self.arithmetic.num_steps_per_rollout)
-        ]
+        of_step = tuple(
+            tuple(i for i, of in enumerate(steps) if of == step)
+            for step in range(self.arithmetic.num_steps_per_rollout)
+        )
         batch = replace(batch, loss_weights=self._loss_weights(batch, of_step))
-        return PlannedRollout(batch, tuple(tuple(indices) for indices in of_step), num_trajectories, tuple(metrics))
+        return PlannedRollout(batch, of_step, self._trained(batch, of_step), num_trajectories, tuple(metrics))
 
     def deal(self, planned: PlannedRollout, num_ranks: int) -> list[RankShare]:
         """One share for each of so many ranks; the same rollout may be dealt to several groups of ranks."""
@@ -124,7 +129,7 @@ class Planner:
             RankShare(
                 batch.select(held) if num_ranks > 1 else batch,
                 tuple(_places(held, indices) for indices in planned.steps),
-                tuple(int(batch.group_ids[indices[0]]) if indices else -1 for indices in planned.steps),
+                tuple(_places(held, indices) for indices in planned.trained),
                 num_trajectories=planned.num_trajectories,
                 num_tokens=int(batch.lengths.sum()),
                 places=tuple(held),
@@ -173,18 +178,36 @@ class Planner:
             weights[batch.offsets[sample] + within] = found
         return weights
 
+    def _trained(self, batch: Batch, steps: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """The samples of each step that add to its policy loss, as far as that is known before a model is asked.
+
+        A step in which no sample does trains the group of its first sample, so that every step is measured.
+        """
+        idle = self._without_signal(batch)
+        found = [tuple(i for i in indices if i not in idle) for indices in steps]
+        groups = batch.group_ids.tolist()
+        return tuple(
+            trained or tuple(i for i in indices if groups[i] == groups[indices[0]])
+            for trained, indices in zip(found, steps, strict=True)
+        )
+
+    def _without_signal(self, batch: Batch) -> set[int]:
+        """The samples that are known to add nothing to the policy loss."""
+        objective = self.objective
+        skips = self.config.train.skip_zero_advantage and objective.only_advantages
+        if not (skips and objective.zero_reward_is_zero_advantage):
+            return set()
+        assert batch.shaped is not None
+        return set(torch.nonzero(batch.shaped == 0).squeeze(1).tolist())
+
     def _ranks_of(self, batch: Batch, steps: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
         """The samples of each rank, ascending. Ranks have about the same work in every step, and in scoring.
 
-        Samples that are scored only, known to have no advantage, are dealt by themselves.
+        Samples that are known to have no advantage are dealt by themselves.
         """
         if num_ranks == 1:
             return [list(range(len(batch)))]
-        idle = set(range(len(batch))).difference(*steps)
-        if self.config.train.skip_zero_advantage and self.objective.only_advantages:
-            assert batch.shaped is not None
-            if self.objective.zero_reward_is_zero_advantage:
-                idle |= set(torch.nonzero(batch.shaped == 0).squeeze(1).tolist())
+        idle = set(range(len(batch))).difference(*steps) | self._without_signal(batch)
         train = self.config.train
         limit = train.max_tokens_per_gpu if train.use_dynamic_batch_size else int(batch.lengths.sum()) + 1
         held: list[list[int]] = [[] for _ in range(num_ranks)]

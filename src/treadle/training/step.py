@@ -6,7 +6,6 @@ Axis letters: `K` trained tokens of the micro-batch, `T` all its tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,27 +44,17 @@ class MicroBatchResult:
 
 def packed_logprobs(model: nn.Module, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
     """Logprobs of the trained tokens at their sampling temperature."""
-    return as_parallel(model)(_logprobs, packed, backend, _Entropy.NONE)[0]
+    return as_parallel(model)(_logprobs, packed, backend, False)[0]
 
 
 def packed_entropy(model: nn.Module, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
     """Entropy of the distributions the trained tokens were drawn from."""
-    entropy = as_parallel(model)(_logprobs, packed, backend, _Entropy.NUMBER)[1]
-    assert entropy is not None
-    return entropy
-
-
-class _Entropy(Enum):
-    """What is wanted of the entropy beside the logprobs."""
-
-    NONE = "none"
-    NUMBER = "number"
-    GRADIENT = "gradient"
+    return as_parallel(model)(_logprobs, packed, backend, False)[1]
 
 
 def _logprobs(
-    model: PreTrainedModel, packed: PackedBatch, backend: Backend, wanted: _Entropy
-) -> tuple[Tensor, Tensor | None]:
+    model: PreTrainedModel, packed: PackedBatch, backend: Backend, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
     plan = PackedAttention(packed.layout, backend)
     hidden = hidden_states(model, packed.token_ids, packed.layout.position_ids, plan)
     head = head_of(model)
@@ -77,24 +66,21 @@ def _logprobs(
         bias=head.bias,
         logit_scale=head.scale,
         logit_softcap=head.softcap,
-        with_entropy=wanted is not _Entropy.NONE,
-        entropy_grad=wanted is _Entropy.GRADIENT,
+        entropy_grad=entropy_grad,
         kernel=CpuHead(),
     )
 
 
 def empty_loss(model: nn.Module, packed: PackedBatch, backend: Backend) -> Tensor:
     """A loss of 0 that goes through the whole model: the pass of a row without trained tokens."""
-    return as_parallel(model)(_logprobs, packed, backend, _Entropy.NONE)[0].sum()
+    return as_parallel(model)(_logprobs, packed, backend, False)[0].sum()
 
 
 def micro_batch_loss(
     model: nn.Module, packed: PackedBatch, batch: Batch, objective: Objective, backend: Backend
 ) -> MicroBatchResult:
     """Forward pass and loss; `batch` holds what belongs to `packed`, on the same device."""
-    wanted = _Entropy.GRADIENT if objective.entropy_coef != 0 else _Entropy.NUMBER
-    logprobs, entropy = as_parallel(model)(_logprobs, packed, backend, wanted)
-    assert entropy is not None
+    logprobs, entropy = as_parallel(model)(_logprobs, packed, backend, objective.entropy_coef != 0)
     assert batch.advantages is not None
     assert batch.loss_weights is not None
     now = logprobs.detach()
@@ -103,7 +89,7 @@ def micro_batch_loss(
     ref = None if batch.ref_logprobs is None else batch.ref_logprobs[at]
     rollout = batch.rollout_logprobs[at]
     advantages, weights = batch.advantages[at], batch.loss_weights[at]
-    policy = objective.policy_loss(logprobs, old, advantages, packed.sample_index, len(batch))
+    policy = objective.policy_loss(logprobs, old, advantages, packed.sample_index, len(batch), rollout)
     per_token = policy.loss if batch.correction is None else policy.loss * batch.correction[at]
     policy_loss = (per_token * weights).sum()
     loss = policy_loss

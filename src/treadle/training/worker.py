@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.critic import Critic
 from treadle.training.host_memory import HostCopies
-from treadle.training.micro_batches import MicroBatches, with_last
+from treadle.training.micro_batches import MicroBatch, MicroBatches, Passes, with_last
 from treadle.training.optim import MasterOptimizer
 from treadle.training.parallel import ParallelModel, as_parallel, local_part
 from treadle.training.plan import Planner, RankShare
@@ -38,6 +38,21 @@ from treadle.weights import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """What a rank has of a rollout between the parts of its training.
+
+    `batch` is that of the share with what was found so far, `passes` are the policy's, `critic_passes` those of a critic
+    that is trained here; `began` is in seconds of `time.perf_counter`.
+    """
+
+    share: RankShare
+    batch: Batch
+    passes: Passes
+    critic_passes: Passes | None
+    began: float
 
 
 class Trainer:
@@ -92,44 +107,49 @@ class Trainer:
         In the first `num_critic_only_steps` rollouts the critic alone is trained. Returns this rank's metrics: those
         of all ranks together are the rollout's.
         """
+        return self.take_steps(self.spread(self.score(share)), rollout_id)
+
+    def score(self, share: RankShare) -> Rollout:
+        """The first part of a rollout: split it, and ask the models what the objective needs of its samples."""
         began = time.perf_counter()
-        batch = self.spread(self.score(share.batch))
-        return self.take_steps(share, batch, rollout_id, began)
-
-    def score(self, batch: Batch) -> Batch:
-        """The first part of a rollout: what the models say of the samples, as far as the objective needs it."""
         with self._named("scoring a rollout"):
-            return self._score(batch)
+            needs = self.objective.needs
+            with_rest = needs.prior_logprobs or needs.prior_entropy
+            passes = self.micro_batches.plan(share.batch, share.trained, with_rest=with_rest)
+            critic_passes = None if self.critic is None else self.critic.plan(share.batch, share.steps)
+            rollout = Rollout(share, share.batch, passes, critic_passes, began)
+            return replace(rollout, batch=self._score(rollout))
 
-    def spread(self, batch: Batch) -> Batch:
-        """The second part: advantages, returns and corrections of a scored batch, which has values where they are needed."""
+    def spread(self, rollout: Rollout) -> Rollout:
+        """The second part: advantages, returns and corrections of a scored rollout, which has values where they are needed."""
+        batch, ranks = rollout.batch, self.policy.ranks
         assert (batch.values is not None) == self.objective.needs.values, "values are there exactly where needed"
-        ranks = self.policy.ranks
         with self._named("working out advantages"):
             found = self.objective.advantages(batch, ranks)
             correction = self.objective.correction(batch, ranks)
-        return replace(batch, advantages=found.advantages, returns=found.returns, correction=correction)
+        batch = replace(batch, advantages=found.advantages, returns=found.returns, correction=correction)
+        return replace(rollout, batch=batch)
 
-    def take_steps(self, share: RankShare, batch: Batch, rollout_id: int, began: float) -> list[Metric]:
-        """The last part: the optimizer steps on the batch of the share. `began` is when the first part did, in seconds
-        of `time.perf_counter`."""
+    def take_steps(self, rollout: Rollout, rollout_id: int) -> list[Metric]:
+        """The last part: the optimizer steps; this rank's metrics."""
         with self._named(f"training on rollout {rollout_id}"):
-            metrics = self._take_steps(share, batch, rollout_id, began)
+            metrics = self._take_steps(rollout, rollout_id)
         return metrics if self.policy.grid.reports else []
 
-    def _take_steps(self, share: RankShare, batch: Batch, rollout_id: int, began: float) -> list[Metric]:
+    def _take_steps(self, rollout: Rollout, rollout_id: int) -> list[Metric]:
+        share, batch = rollout.share, rollout.batch
         metrics = [*share.metrics, *_teacher_metrics(batch)]
         before = self.optimizer.num_steps
-        for indices, measured_group in zip(share.steps, share.measured_groups, strict=True):
-            part = batch.select(indices)
-            if self.critic is not None:
-                metrics += self.critic.step(part)
+        for step, micro_batches in enumerate(rollout.passes.steps):
+            if self.critic is not None and rollout.critic_passes is not None:
+                metrics += self.critic.step(batch, rollout.critic_passes.steps[step])
             if rollout_id >= self.config.critic.num_critic_only_steps:
-                metrics += self._step(part, measured_group)
+                skipped = len(share.steps[step]) - len(share.trained[step])
+                metrics += [metric("train/num_skipped_samples", skipped), *self._step(batch, micro_batches)]
         if self.reference is not None:
             self.reference.follow(rollout_id + 1, self.optimizer.masters)
         metrics += self._steer_kl(metrics, share.num_trajectories)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - rollout.began
         metrics += [
             metric("train/num_samples", len(batch)),
             metric("train/num_tokens", int(batch.loss_mask.sum())),
@@ -142,32 +162,38 @@ class Trainer:
             ]
         return metrics
 
-    def _score(self, batch: Batch) -> Batch:
-        """Add what the objective needs, and only that; old logprobs of the only step are its own, and values come from
-        elsewhere where there is no critic here."""
-        needs = self.objective.needs
+    def _score(self, rollout: Rollout) -> Batch:
+        """The batch with what the objective needs, and only that; old logprobs of the only step are its own, and values
+        come from elsewhere where there is no critic here."""
+        batch, passes, needs = rollout.batch, rollout.passes, self.objective.needs
         if needs.prior_logprobs or (needs.old_logprobs and self.arithmetic.num_steps_per_rollout > 1):
-            batch = replace(batch, old_logprobs=self.logprobs(batch, self.policy))
+            batch = replace(batch, old_logprobs=self._scored(batch, passes, self.policy))
         if needs.prior_entropy:
-            batch = replace(batch, entropy=self._scored(batch, self.policy, packed_entropy))
+            batch = replace(batch, entropy=self._scored(batch, passes, self.policy, packed_entropy))
         if needs.ref_logprobs:
             assert self.reference is not None
             with lent_to(self.device, self.reference.parallel) as model:
-                batch = replace(batch, ref_logprobs=self.logprobs(batch, model))
+                batch = replace(batch, ref_logprobs=self._scored(batch, passes, model))
         if self.teacher is not None:
             with lent_to(self.device, as_parallel(self.teacher)) as model:
-                batch = replace(batch, teacher_logprobs=self.logprobs(batch, model))
-        if self.critic is not None:
-            batch = replace(batch, values=self.critic.values(batch))
+                batch = replace(batch, teacher_logprobs=self._scored(batch, passes, model))
+        if self.critic is not None and rollout.critic_passes is not None:
+            batch = replace(batch, values=self.critic.values(batch, rollout.critic_passes))
         return batch
 
     def logprobs(self, batch: Batch, model: nn.Module) -> Tensor:
         """Logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
-        return self._scored(batch, as_parallel(model), packed_logprobs)
+        return self._scored(batch, self.micro_batches.plan(batch, [range(len(batch))]), as_parallel(model))
 
-    def _scored(self, batch: Batch, model: ParallelModel, score: Callable[..., Tensor]) -> Tensor:
+    def _scored(
+        self,
+        batch: Batch,
+        passes: Passes,
+        model: ParallelModel,
+        score: Callable[..., Tensor] = packed_logprobs,
+    ) -> Tensor:
         backend = self.config.model.attention_backend
-        found = self.micro_batches.per_token(batch, lambda packed: score(model, packed, backend))
+        found = self.micro_batches.per_token(batch, passes.all, lambda packed: score(model, packed, backend))
         model.free_gathered()
         return found
 
@@ -188,17 +214,18 @@ class Trainer:
 
     # One optimizer step
 
-    def _step(self, batch: Batch, measured_group: int) -> list[Metric]:
-        """Forward and backward over the micro-batches, then one update."""
-        whole, batch = batch, self._with_signal(batch, measured_group)
-        metrics = [metric("train/num_skipped_samples", len(whole) - len(batch))]
+    def _step(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> list[Metric]:
+        """Forward and backward over the micro-batches of a step of the batch, then one update."""
+        metrics: list[Metric] = []
         losses = torch.zeros(3, dtype=torch.float64)  # the whole, of the policy, of KL
         backend = self.config.model.attention_backend
         count = 0
-        for (packed, part), is_last in with_last(self.micro_batches.packed(batch)):
+        for micro_batch, is_last in with_last(micro_batches):
+            packed = micro_batch.row.to(self.device)
             if not packed.tokens.shape[0]:
                 self.policy.backward(empty_loss(self.policy, packed, backend), is_last=is_last)
                 continue
+            part = batch.select(micro_batch.samples).to(self.device)
             result = micro_batch_loss(self.policy, packed, part, self.objective, backend)
             self.policy.backward(result.loss, is_last=is_last)
             count += 1
@@ -222,17 +249,6 @@ class Trainer:
             metric("train/lr", update.lr),
             metric("train/skipped_steps", update.skipped),
         ]
-
-    def _with_signal(self, batch: Batch, measured_group: int) -> Batch:
-        """The batch without the samples that add nothing to the loss; where none on any rank adds anything, the
-        measured group, so that every step is measured."""
-        if not (self.config.train.skip_zero_advantage and self.objective.only_advantages):
-            return batch
-        assert batch.advantages is not None
-        largest = torch.zeros(len(batch)).scatter_reduce(0, batch.sample_index, batch.advantages.abs(), "amax")
-        some_rank_learns = self.policy.ranks.max(int(bool(largest.any())))
-        chosen = torch.nonzero(largest if some_rank_learns else batch.group_ids == measured_group).squeeze(1)
-        return batch.select(chosen.tolist())
 
     # Weights for others
 

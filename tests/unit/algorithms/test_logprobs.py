@@ -83,7 +83,6 @@ def test_gradcheck(softcap, with_bias, with_entropy):
             logit_softcap=softcap,
             chunk_rows=2,
             chunk_vocab=3,
-            with_entropy=with_entropy,
         )
         return result if with_entropy else result[0]
 
@@ -136,12 +135,9 @@ def test_bfloat16_gives_float32_results_and_gradients_near_the_exact_ones(weight
         assert (one.double() - other).norm() < 0.02 * other.norm()
 
 
-def test_entropy_may_be_left_out_or_kept_without_gradient():
+def test_entropy_may_be_a_number_without_gradient():
     hidden, weight, _, targets, temperature = problem()
     full, entropy = logprobs_and_entropy(hidden, weight, targets, temperature)
-    alone, none = logprobs_and_entropy(hidden, weight, targets, temperature, with_entropy=False)
-    assert none is None
-    assert torch.equal(full, alone)
     same, number = logprobs_and_entropy(hidden, weight, targets, temperature, entropy_grad=False)
     assert not number.requires_grad
     assert torch.equal(number, entropy.detach())

@@ -96,3 +96,11 @@ def test_data_of_unknown_size():
 def test_length_must_be_given_once_and_fit(given_values, size, match):
     with pytest.raises(ConfigError, match=match):
         num_rollout(config(**given_values), size)
+
+
+def test_a_huge_batch_that_does_not_divide_is_refused_at_once(make_config):
+    sizes = {"rollout_batch_size": 2**61 - 1, "n_samples_per_prompt": 1}
+    with pytest.raises(ConfigError, match="is not a multiple"):
+        batch_arithmetic(make_config(**sizes, global_batch_size=2**60))
+    with pytest.raises(ConfigError, match="equal steps"):
+        batch_arithmetic(make_config(**sizes, num_steps_per_rollout=2**60))

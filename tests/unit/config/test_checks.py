@@ -63,6 +63,7 @@ def test_all_faults_are_reported_together_one_line_each():
         ("--kl-loss-coef 0.1", ["kl_loss_coef = 0.1", "without use_kl_loss"]),
         ("--use-kl-loss --kl-loss-coef 1 --kl-loss-type low_var", ["'low_var' is unknown", "low_var_kl"]),
         ("--eps-clip-high 0.1", ["eps_clip_high = 0.1", "eps_clip = 0.2"]),
+        ("--eps-clip 1", ["eps_clip = 1 leaves the ratio without a lower bound"]),
         ("--gamma 0.9", ["gamma = 0.9", "grpo"]),
         ("--advantage-estimator reinforce_plus_plus_baseline --gamma 0.9", ["gamma = 0.9"]),
         ("--advantage-estimator reinforce_plus_plus --lambd 0.9", ["lambd = 0.9", "critic"]),
@@ -209,3 +210,10 @@ def test_parse_eval_sets_keeps_order_and_later_equals_signs():
     assert list(parse_eval_sets(["b=x", "a=y"])) == ["b", "a"]
     with pytest.raises(ConfigError, match="name=source"):
         parse_eval_sets(["=x"])
+
+
+@pytest.mark.parametrize("pattern", ["(" * 5000 + ")" * 5000, "a{99999999999999999999}"])
+def test_a_pattern_that_python_cannot_compile_is_a_fault(pattern, make_config):
+    config = make_config(rm_type=("regex",), rm_regex=pattern)
+    with pytest.raises(ConfigError, match="no valid pattern"):
+        check_config(config)

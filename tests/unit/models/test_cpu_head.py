@@ -47,14 +47,13 @@ def test_values_and_gradients_are_those_of_the_tiles(sizes, entropy_grad):
 @NEEDS_KERNEL
 def test_only_what_is_asked_for():
     (hidden, weight), *rest = inputs(33, 80, 515)
-    alone, none = logprobs_and_entropy(hidden, weight, *rest, kernel=KERNEL, with_entropy=False)
-    assert none is None
-    _, (of_hidden, of_weight) = outputs_and_gradients((hidden, weight), *rest, kernel=KERNEL, with_entropy=False)
+    alone, _ = logprobs_and_entropy(hidden, weight, *rest, kernel=KERNEL)
+    _, (of_hidden, of_weight) = outputs_and_gradients((hidden, weight), *rest, kernel=KERNEL, entropy_grad=False)
     toward = torch.linspace(-1, 1, 33)
     for leaf, wanted in ((hidden, of_hidden), (weight, of_weight)):
         asked = leaf.detach().requires_grad_()
         pair = (asked, weight) if leaf is hidden else (hidden, asked)
-        logprobs, _ = logprobs_and_entropy(*pair, *rest, kernel=KERNEL, with_entropy=False)
+        logprobs, _ = logprobs_and_entropy(*pair, *rest, kernel=KERNEL)
         assert torch.equal(logprobs, alone)
         assert torch.equal(torch.autograd.grad((logprobs * toward).sum(), asked)[0], wanted)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from treadle.errors import CheckpointError, ModelError
+from treadle.metrics import Metric
 from treadle.models.attention import PackedAttention
 from treadle.models.layout import PackedLayout
 from treadle.models.load import load_model
@@ -37,9 +38,17 @@ def scored(critic: Critic, groups, weight: float = 0.1) -> Batch:
     """A batch with the critic's values, and returns and weights that differ between tokens."""
     batch = batch_of([s for g in groups for s in g.samples])
     count = batch.token_ids.shape[0]
-    batch = replace(batch, values=critic.values(batch))
+    batch = replace(batch, values=values_of(critic, batch))
     returns = torch.where(batch.loss_mask, torch.sin(torch.arange(count).float()), 0.0)
     return replace(batch, returns=returns, loss_weights=torch.where(batch.loss_mask, weight, 0.0))
+
+
+def values_of(critic: Critic, batch: Batch) -> torch.Tensor:
+    return critic.values(batch, critic.plan(batch, [range(len(batch))]))
+
+
+def step(critic: Critic, batch: Batch) -> list[Metric]:
+    return critic.train(batch, critic.plan(batch, [range(len(batch))]))
 
 
 def naive_values(critic: Critic, batch: Batch) -> torch.Tensor:
@@ -71,8 +80,8 @@ def test_values_are_those_of_one_pass_a_sample(make_critic, make_groups) -> None
     critic = make_critic()
     batch = batch_of([s for g in make_groups() for s in g.samples])
     with torch.no_grad():
-        torch.testing.assert_close(critic.values(batch), naive_values(critic, batch), atol=1e-5, rtol=1e-5)
-    assert critic.values(batch)[batch.loss_mask].std() > 0.1
+        torch.testing.assert_close(values_of(critic, batch), naive_values(critic, batch), atol=1e-5, rtol=1e-5)
+    assert values_of(critic, batch)[batch.loss_mask].std() > 0.1
 
 
 def test_a_step_follows_the_clipped_value_loss(make_critic, make_groups) -> None:
@@ -82,7 +91,7 @@ def test_a_step_follows_the_clipped_value_loss(make_critic, make_groups) -> None
     batch = replace(
         batch, values=batch.values + 0.5 * torch.cos(torch.arange(len(batch.values)).float())
     )  # V moved since
-    metrics = {m.name: m.value for m in ours.step(batch)}
+    metrics = {m.name: m.value for m in step(ours, batch)}
     value = naive_values(theirs, batch)
     clipped = batch.values + (value - batch.values).clamp(-0.3, 0.3)
     error = torch.maximum((clipped - batch.returns) ** 2, (value - batch.returns) ** 2)
@@ -105,7 +114,7 @@ def test_a_step_follows_the_clipped_value_loss(make_critic, make_groups) -> None
 def test_the_split_into_micro_batches_changes_nothing(make_critic, make_groups, fields) -> None:
     whole, split = make_critic(), make_critic(**fields)
     for critic in (whole, split):
-        critic.step(scored(critic, make_groups((4, 3, 5))))
+        step(critic, scored(critic, make_groups((4, 3, 5))))
     for name, weight in whole.model.named_parameters():
         torch.testing.assert_close(split.model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
 
@@ -115,7 +124,7 @@ def test_the_critics_schedule_is_the_policys_at_another_height(make_critic, make
     critic = make_critic(lr=1e-2, min_lr=5e-3, lr_decay_style="linear", critic_lr=1e-3)
     found = []
     for _ in range(11):
-        metrics = {m.name: m.value for m in critic.step(scored(critic, make_groups()))}
+        metrics = {m.name: m.value for m in step(critic, scored(critic, make_groups()))}
         found.append(metrics["critic/lr"])
     assert found[0] == pytest.approx(1e-3)
     assert found[5] == pytest.approx(7.5e-4)
@@ -128,7 +137,7 @@ def test_a_broken_gradient_leaves_the_critic_alone(make_critic, make_groups) -> 
     critic.warn = warnings.append
     batch = scored(critic, make_groups())
     before = {n: p.clone() for n, p in critic.model.named_parameters()}
-    metrics = {m.name: m.value for m in critic.step(replace(batch, returns=batch.returns + float("nan")))}
+    metrics = {m.name: m.value for m in step(critic, replace(batch, returns=batch.returns + float("nan")))}
     assert metrics["critic/skipped_steps"] == 1
     assert "critic step 0 skipped" in warnings[0]
     assert all((before[n] == p).all() for n, p in critic.model.named_parameters())
@@ -156,11 +165,11 @@ def save(critic: Critic, folder: Path, model_dir: Path):
 def test_a_saved_critic_goes_on_bit_for_bit(make_critic, make_groups, tmp_path: Path, tiny_model_dir: Path) -> None:
     one, other = make_critic(), make_critic(seed=5)
     groups = make_groups()
-    one.step(scored(one, groups))
+    step(one, scored(one, groups))
     other.load(save(one, tmp_path, tiny_model_dir))
     assert other.optimizer.num_steps == 1
     for critic in (one, other):
-        critic.step(scored(critic, groups))
+        step(critic, scored(critic, groups))
     for name, weight in one.model.named_parameters():
         assert (other.model.get_parameter(name) == weight).all(), name
 

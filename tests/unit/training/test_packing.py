@@ -218,6 +218,6 @@ def test_a_micro_batch_is_filled_whatever_the_lengths_where_attention_goes_by_se
     samples = [sample(group, [0] + [1] * own, [0] + [1] * own) for group, own in enumerate([8, 2, 8, 2, 2, 2])]
     batch = batch_of(samples)
     section = TrainSection(max_tokens_per_gpu=12)
-    plans = {device: MicroBatches(section, torch.device(device)).plan(batch) for device in ("cpu", "cuda")}
-    assert sorted(map(len, plans["cpu"])) == [1, 1, 4]
-    assert sorted(map(len, plans["cuda"])) == [3, 3]
+    plans = {device: MicroBatches(section, torch.device(device)).split(batch, range(6)) for device in ("cpu", "cuda")}
+    assert sorted(len(one.samples) for one in plans["cpu"]) == [1, 1, 4]
+    assert sorted(len(one.samples) for one in plans["cuda"]) == [3, 3]

@@ -33,7 +33,9 @@ def test_one_rank_gets_the_rollout_as_it_is(make_planner, make_groups) -> None:
     expected = batch_of([s for g in groups for s in g.samples])
     assert torch.equal(share.batch.token_ids, expected.token_ids)
     assert share.steps == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
-    assert share.measured_groups == tuple(int(expected.group_ids[i]) for i in (0, 4, 8))
+    signal = share.batch.shaped != 0
+    assert share.trained == tuple(tuple(i for i in indices if signal[i]) for indices in share.steps)
+    assert all(share.trained)
     assert share.num_trajectories == 12
     assert share.num_tokens == int(expected.lengths.sum())
     for indices in share.steps:
@@ -62,7 +64,8 @@ def test_every_sample_goes_to_one_rank_with_its_own_numbers(
     for step in range(steps):
         found = [row for share in shares for row in rows(share.batch, share.steps[step])]
         assert sorted(found) == sorted(rows(whole.batch, whole.steps[step]))
-        assert {share.measured_groups[step] for share in shares} == {whole.measured_groups[step]}
+        trained = [row for share in shares for row in rows(share.batch, share.trained[step])]
+        assert sorted(trained) == sorted(rows(whole.batch, whole.trained[step]))
     joined = concat([share.batch for share in shares])
     assert len(joined) == len(whole.batch)
     assert joined.loss_weights.sum().item() == pytest.approx(whole.batch.loss_weights.sum().item(), rel=1e-5)
@@ -76,6 +79,23 @@ def test_samples_without_advantage_do_not_unbalance_the_others(make_planner, mak
     learning = [int((share.batch.shaped != 0).sum()) for share in shares]
     assert learning == [2, 2, 2, 2]
     assert [len(share.batch) for share in shares] == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_step_without_signal_trains_one_group_so_that_it_is_measured(make_planner, make_groups, num_ranks) -> None:
+    """Steps of 4 samples: the last two groups teach nothing, so the second step runs what it has of the second group."""
+    groups = make_groups((2, 3, 3), rewards=[[1.0, 0.0], [0.5] * 3, [1.0] * 3])
+    fields = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_steps_per_rollout": 2}
+    shares = make_planner(num_ranks, **fields).plan(groups)
+
+    def trained(shares, step: int) -> list[int]:
+        return sorted(share.places[i] for share in shares for i in share.trained[step])
+
+    assert [trained(shares, step) for step in (0, 1)] == [[0, 1], [4]]
+    everything = make_planner(num_ranks, **fields, skip_zero_advantage=False).plan(groups)
+    assert [trained(everything, step) for step in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    whitened = make_planner(num_ranks, **fields, normalize_advantages=True).plan(groups)
+    assert [trained(whitened, step) for step in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_drops_are_counted_on_the_first_rank_only(make_planner, make_groups) -> None:
@@ -96,7 +116,7 @@ def test_a_rollout_of_failures_gives_every_rank_nothing(make_planner, make_group
     ]
     shares = make_planner(num_ranks).plan(groups)
     assert [len(share.batch) for share in shares] == [0] * num_ranks
-    assert all(share.steps == ((),) and share.measured_groups == (-1,) for share in shares)
+    assert all(share.steps == share.trained == ((),) for share in shares)
 
 
 def test_moments_of_rewards_are_the_planners_to_remember(make_planner, make_groups) -> None:

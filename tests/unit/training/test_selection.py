@@ -128,7 +128,7 @@ def test_masked_truncated_samples_count_in_their_group_and_not_in_the_loss(make_
     batch = replace(batch, advantages=whole.objective.advantages(batch).advantages)
     part = batch.select([1, 2, 4, 5])
     part = replace(part, loss_weights=whole.objective.loss_weights(part, whole.arithmetic.global_batch_size))
-    whole._step(part, measured_group=0)
+    whole._step(part, whole.micro_batches.split(part, range(len(part))))
     for name, weight in whole.model.named_parameters():
         torch.testing.assert_close(masked.model.get_parameter(name), weight, atol=1e-7, rtol=1e-6)
 
@@ -139,7 +139,9 @@ def test_every_policy_loss_takes_a_step_and_starts_at_ratio_one(make_trainer, ma
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
     metrics = {m.name: m.value for m in trainer.train(make_groups(rewards=[[1, 0, 0], [0, 1], [1, 0, 1, 0]]))}
     assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["train/clip_fraction"] == 0
+    # dppo_tv compares with the engine, whose logprobs here are those of another policy: it drops tokens in the only step
+    assert (metrics["train/clip_fraction"] > 0.2) == (loss == "dppo_tv")
+    assert loss == "dppo_tv" or metrics["train/clip_fraction"] == 0
     assert any((before[n] != p).any() for n, p in trainer.model.named_parameters())
 
 
@@ -196,8 +198,8 @@ def test_one_step_without_correction_recomputes_no_logprobs(make_trainer, make_g
     def passes(**fields) -> int:
         trainer = make_trainer(**fields)
         seen = []
-        score = trainer.logprobs
-        trainer.logprobs = lambda batch, model: (seen.append(model), score(batch, model))[1]
+        score = trainer._scored
+        trainer._scored = lambda *given: (seen.append(given), score(*given))[1]
         trainer.train(make_groups())
         return len(seen)
 

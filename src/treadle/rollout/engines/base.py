@@ -26,7 +26,8 @@ class Engine(Protocol):
     def generate(self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1) -> AsyncIterator[Completion]:
         """Continue a prompt n times; completions come in the order they finish, each with its index.
 
-        Sample `i` depends on the weights, the prompt, `sampling` and `i` only, not on what else is running.
+        Sample `i` depends on the weights, the prompt, `sampling` and `i` only; where matmuls round differently for
+        another number of rows (bfloat16) also, by rounding, on what else is running.
         Raises `EngineError` for an empty prompt, n < 1, no new token, or a prompt that leaves no room for the
         response. A caller that stops iterating (cancelled, say) gives its request up; the others go on.
         """

@@ -4,8 +4,8 @@ Sampling by inverse CDF with one uniform number a row: sums of blocks of the voc
 sum inside it finds the token. This reads the probabilities twice; `multinomial` draws a random number for every
 entry and takes half of a decode step on CPU.
 
-The uniform number is a hash of the sample's seed and the token's position, so a sample's tokens do not depend on
-what else is in the batch, and there is no generator state to save.
+The uniform number is a hash of the sample's seed and the token's position, so equal logits give a sample the same
+tokens whatever else is in the batch, and there is no generator state to save.
 
 Axis letters: `B` rows, `V` vocabulary.
 """
