@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treadle.private_folder import compile_cache
+
 CACHE_BYTES = 2 << 20
 """Of the second-level caches of two cores."""
 COMPILED_FROM = 1 << 18
@@ -60,6 +62,7 @@ class OnePass:
 
     def _in_one_loop(self, by_row: list[Tensor], whole: tuple[Any, ...]) -> None:
         if self._compiled is None:
+            keep_compiled_code_private()
             self._compiled = torch.compile(self.formula, dynamic=True, fullgraph=True)
         parts = [x.detach() if isinstance(x, Tensor) else x for x in whole]
         try:
@@ -68,6 +71,32 @@ class OnePass:
             warnings.warn(f"torch.compile failed, going on without it, slower: {str(error)[:300]}", stacklevel=2)
             self._has_failed = True
             self._in_tiles(by_row, whole)
+
+
+@functools.cache
+def keep_compiled_code_private() -> None:
+    """Have torch keep what it compiles in a folder of this user; `TORCHINDUCTOR_CACHE_DIR` is followed if it is set.
+
+    Torch runs what it finds there, and its own folder has a name under which another user can make it first. Its
+    precompiled headers ignore the variable, so they are moved by hand.
+    """
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    from torch._inductor import codecache, config
+    from torch._inductor.runtime import cache_dir_utils, runtime_utils
+
+    if chosen in (
+        None,
+        cache_dir_utils.default_cache_dir(),
+    ):  # which torch writes into the variable when it is imported
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache())
+    for module in (codecache, cache_dir_utils, runtime_utils):
+        if hasattr(module, "default_cache_dir"):
+            module.default_cache_dir = lambda: str(compile_cache())
+    if hasattr(codecache, "_HEADER_DIR"):
+        codecache._HEADER_DIR = str(compile_cache() / "precompiled_headers")
+        codecache._HEADER_LOCK_DIR = str(compile_cache() / "precompiled_headers" / "locks")
+    else:
+        config.cpp_cache_precompile_headers = False
 
 
 @functools.cache

@@ -271,7 +271,7 @@ def our_weights(rollout, mode: Mode) -> Tensor:
 
 def loss_inputs(rollout, logprobs: Tensor, old: Tensor, advantages: Tensor, **more: Any) -> PolicyLossInputs:
     vectors = (rollout.pack(x) for x in (logprobs, old, advantages))
-    clips = {"eps_clip": 0.1, "eps_clip_high": 0.3, **more}
+    clips = {"eps_clip": 0.1, "eps_clip_high": 0.3, "rollout_logprobs": rollout.pack(old), **more}
     return PolicyLossInputs(*vectors, sample_index=rollout.sample_index, mask=rollout.trained, **clips)
 
 

@@ -1,5 +1,11 @@
 """Formulas in one loop give what they give tile by tile, and when they are compiled at all."""
 
+import getpass
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +16,7 @@ from treadle.models.forward import head_of, hidden_states
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import load_model
 from treadle.one_pass import CACHE_BYTES, OnePass, compiles, tiles
+from treadle.private_folder import compile_cache
 
 CPU = torch.device("cpu")
 ROW = PackedLayout((Family(40, (30, 70)), Family(0, (60,)), Family(90, ())))
@@ -64,8 +71,41 @@ def test_what_pays_is_compiled_and_the_engine_compiles_nothing(monkeypatch):
     total.zero_()
     formula(out, x, whole=(2.0, total))
     assert formula.is_compiled is True
+    assert_compiled_code_is_private()
     assert torch.equal(out, 2 * x)
     assert torch.equal(total, x.sum(0))
+
+
+def assert_compiled_code_is_private():
+    from torch._inductor import codecache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    headers = Path(codecache._HEADER_DIR)
+    assert headers.parent == compile_cache() == Path(codecache.default_cache_dir())
+    assert [path.suffix for path in headers.glob("*.gch")] == [".gch"]  # torch still makes them, and there
+    assert Path(cache_dir()) == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    found = compile_cache().stat()
+    assert (found.st_uid, found.st_mode & 0o777) == (os.geteuid(), 0o700)
+
+
+@NEEDS_COMPILER
+@pytest.mark.long  # torch's headers are compiled anew: half a minute
+def test_a_folder_that_others_made_first_is_not_touched(tmp_path):
+    """Torch's own place for compiled code, under the name that everybody can work out, is taken."""
+    temporary = tmp_path / "everybodys"
+    taken = temporary / f"torchinductor_{getpass.getuser()}"
+    taken.mkdir(parents=True)
+    taken.chmod(0o777)
+    program = (
+        "import torch; from treadle.one_pass import OnePass\n"
+        "formula = OnePass(lambda out, x: out.copy_(x.exp() + x))\n"
+        "x = torch.randn(1024, 1024); formula(torch.empty_like(x), x); assert formula.is_compiled\n"
+    )
+    names = {"TMPDIR": str(temporary), "TREADLE_CACHE": str(tmp_path / "own")}
+    given = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")}
+    subprocess.run([sys.executable, "-c", program], env={**given, **names}, check=True, timeout=250)
+    assert list(taken.iterdir()) == []
+    assert (tmp_path / "own" / "inductor" / "precompiled_headers").is_dir()
 
 
 def test_tile_by_tile(monkeypatch):

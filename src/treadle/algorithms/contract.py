@@ -88,7 +88,11 @@ def _policy_inputs(dtype: torch.dtype, spread: float) -> PolicyLossInputs:
     advantages = torch.tensor([1.0, -2.0, 0.5, -0.7, 0.0], dtype=dtype)[index]
     mask = torch.rand(index.numel(), generator=generator) > 0.3
     mask[index == 3] = False
-    return PolicyLossInputs(new.to(dtype).requires_grad_(), old.to(dtype), advantages, index, mask, eps_clip_c=3.0)
+    engine = old - spread * torch.rand(index.numel(), generator=generator, dtype=torch.float64)
+    logprobs = new.to(dtype).requires_grad_()
+    return PolicyLossInputs(
+        logprobs, old.to(dtype), advantages, index, mask, eps_clip_c=3.0, rollout_logprobs=engine.to(dtype)
+    )
 
 
 def _loss_and_gradient(loss: PolicyLossFn, inputs: PolicyLossInputs) -> tuple[PolicyLoss, Tensor, Tensor]:
@@ -118,11 +122,13 @@ def _check_loss_shapes(loss: PolicyLossFn, inputs: PolicyLossInputs) -> None:
     none = torch.zeros(0, dtype=dtype)
     index = torch.zeros(0, dtype=torch.int64)
     empty = replace(inputs, logprobs=none, old_logprobs=none, advantages=none, sample_index=index, mask=index.bool())
+    empty = replace(empty, rollout_logprobs=none)
     assert loss(empty).loss.shape == (0,), "no tokens must give a loss of shape [0]"
 
 
 def _check_loss_ignores_untrained(loss: PolicyLossFn, inputs: PolicyLossInputs) -> None:
     assert inputs.mask is not None
+    assert inputs.rollout_logprobs is not None
     result, total, gradient = _loss_and_gradient(loss, inputs)
     untrained = ~inputs.mask
     assert not result.loss[untrained].any(), "untrained tokens must have loss 0"
@@ -132,6 +138,7 @@ def _check_loss_ignores_untrained(loss: PolicyLossFn, inputs: PolicyLossInputs) 
         inputs,
         logprobs=torch.where(inputs.mask, inputs.logprobs.detach(), torch.nan),
         old_logprobs=torch.where(inputs.mask, inputs.old_logprobs, -7.0),
+        rollout_logprobs=torch.where(inputs.mask, inputs.rollout_logprobs, -7.0),
     )
     _, other_total, other_gradient = _loss_and_gradient(loss, spoiled)
     _close(total, other_total, "the loss reads untrained tokens")
@@ -143,10 +150,12 @@ def _take_samples(inputs: PolicyLossInputs, samples: Sequence[int]) -> tuple[Pol
     where = torch.cat([(inputs.sample_index == s).nonzero().squeeze(1) for s in samples])
     counts = torch.tensor([int((inputs.sample_index == s).sum()) for s in samples])
     assert inputs.mask is not None
+    assert inputs.rollout_logprobs is not None
     part = replace(
         inputs,
         logprobs=inputs.logprobs.detach()[where],
         old_logprobs=inputs.old_logprobs[where],
+        rollout_logprobs=inputs.rollout_logprobs[where],
         advantages=inputs.advantages[where],
         sample_index=torch.repeat_interleave(torch.arange(len(samples)), counts),
         mask=inputs.mask[where],

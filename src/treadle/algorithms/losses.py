@@ -26,7 +26,7 @@ from treadle.errors import ConfigError
 class PolicyLossInputs:
     """What a policy loss may read; `mask` is True on trained tokens (all of them where it is None).
 
-    `logprobs` is the only one that gets a gradient. `num_samples` saves a wait on a GPU where it is known.
+    `logprobs` is the only one that gets a gradient. `rollout_logprobs` are always there in training. `num_samples` saves a wait on a GPU where it is known.
     """
 
     logprobs: Float[Tensor, " T"]
@@ -35,11 +35,12 @@ class PolicyLossInputs:
     sample_index: Int64[Tensor, " T"]  # ascending
     mask: Bool[Tensor, " T"] | None = None
     num_samples: int | None = None
-    eps_clip: float = 0.2  # how far below 1 the ratio may go
+    eps_clip: float = 0.2  # how far below 1 the ratio may go; no lower bound from 1 on
     eps_clip_high: float | None = None  # how far above 1; eps_clip where None
     eps_clip_c: float | None = None  # bound of the loss where the advantage is negative (dual clip)
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
+    rollout_logprobs: Float[Tensor, " T"] | None = None  # of the policy that drew the tokens
 
     @property
     def high(self) -> float:
@@ -96,7 +97,8 @@ def gmpo(inputs: PolicyLossInputs) -> PolicyLoss:
     Source: Zhao et al. 2025, "Geometric-Mean Policy Optimization", eq. 4 (arXiv 2507.20673).
     """
     log_ratio, advantages = _log_ratio(inputs), where_trained(inputs.advantages, inputs.mask)
-    low, high = math.log(max(1.0 - inputs.eps_clip, 1e-12)), math.log1p(inputs.high)
+    low = math.log1p(-inputs.eps_clip) if inputs.eps_clip < 1 else -math.inf
+    high = math.log1p(inputs.high)
     clipped = _left_region(log_ratio, low, high, advantages)
     bounded = torch.where(clipped, log_ratio.detach().clamp(low, high), log_ratio)
     ratio = capped_exp(_sample_mean(bounded, inputs))
@@ -106,6 +108,7 @@ def gmpo(inputs: PolicyLossInputs) -> PolicyLoss:
 def cispo(inputs: PolicyLossInputs) -> PolicyLoss:
     """CISPO: `-sg(clip(ρ, 1-ε, 1+ε_high)) · A · lp`; the clip bounds a token's weight, no token loses its gradient.
 
+    The paper has no lower bound: ε = 1.
     Source: MiniMax-M1 2025, eq. 4 and 5 (arXiv 2506.13585).
     """
     ratio = capped_exp(_log_ratio(inputs).detach())
@@ -128,14 +131,16 @@ def sapo(inputs: PolicyLossInputs) -> PolicyLoss:
 def dppo_tv(inputs: PolicyLossInputs) -> PolicyLoss:
     """DPPO with total variation: the trust region is on probabilities, not on their ratio.
 
-    A token is kept if A > 0 and `p - p_old ≤ ε_high`, or A ≤ 0 and `p - p_old ≥ -ε`; its loss is
-    `-A · sg(min(ρ, c)) · lp` with c = `eps_clip_c`, 20 where not given.
+    A token is kept if A > 0 and `p - p_roll ≤ ε_high`, or A ≤ 0 and `p - p_roll ≥ -ε`, where p_roll is its probability
+    under the policy that drew it (`rollout_logprobs`): the engine's rounding and older weights count as distance, so
+    tokens are dropped in the first step of a rollout too. The loss of a kept token is `-A · sg(min(ρ, c)) · lp` with
+    c = `eps_clip_c`, 20 where not given; ρ is the ratio to the trainer's old policy, as in the other losses.
     Source: "Rethinking the Trust Region in LLM Reinforcement Learning" 2026 (arXiv 2602.04879).
     """
+    assert inputs.rollout_logprobs is not None, "dppo_tv compares with the rollout policy: give rollout_logprobs"
     logprobs = where_trained(inputs.logprobs, inputs.mask)
-    old_logprobs = where_trained(inputs.old_logprobs, inputs.mask)
-    ratio = capped_exp(logprobs.detach() - old_logprobs)
-    change = logprobs.detach().exp() - old_logprobs.exp()
+    ratio = capped_exp(_log_ratio(inputs).detach())
+    change = logprobs.detach().exp() - where_trained(inputs.rollout_logprobs, inputs.mask).exp()
     kept = torch.where(inputs.advantages > 0, change <= inputs.high, change >= -inputs.eps_clip)
     weight = torch.where(kept, ratio.clamp(max=20.0 if inputs.eps_clip_c is None else inputs.eps_clip_c), 0.0)
     return _finish(-inputs.advantages * weight * logprobs, ~kept, ratio, inputs)
@@ -148,6 +153,9 @@ POLICY_LOSSES: Mapping[str, PolicyLossFn] = MappingProxyType(
 
 WHOLE_SAMPLE_LOSSES: frozenset[str] = frozenset({"gspo", "gmpo"})
 """Losses that need a micro-batch of whole samples."""
+
+ROLLOUT_POLICY_LOSSES: frozenset[str] = frozenset({"dppo_tv"})
+"""Losses that compare with the policy that drew the tokens."""
 
 
 def find_policy_loss(name: str) -> PolicyLossFn:

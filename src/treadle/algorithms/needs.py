@@ -9,7 +9,7 @@ from types import MappingProxyType
 from treadle.algorithms.advantages import ESTIMATORS, Estimator
 from treadle.algorithms.corrections import CORRECTIONS, Level
 from treadle.algorithms.kl import KL_ESTIMATORS
-from treadle.algorithms.losses import POLICY_LOSSES, WHOLE_SAMPLE_LOSSES
+from treadle.algorithms.losses import POLICY_LOSSES, ROLLOUT_POLICY_LOSSES, WHOLE_SAMPLE_LOSSES
 from treadle.errors import ConfigError
 
 
@@ -47,14 +47,18 @@ def estimator_needs(rule: Estimator) -> Needs:
 def _table() -> dict[str, Needs]:
     table = {f"advantage/{name}": estimator_needs(rule) for name, rule in ESTIMATORS.items()}
     for name in POLICY_LOSSES:
-        table[f"policy_loss/{name}"] = Needs(old_logprobs=True, whole_samples=name in WHOLE_SAMPLE_LOSSES)
+        table[f"policy_loss/{name}"] = Needs(
+            old_logprobs=True,
+            rollout_logprobs=name in ROLLOUT_POLICY_LOSSES,
+            whole_samples=name in WHOLE_SAMPLE_LOSSES,
+        )
     for name in KL_ESTIMATORS:
         table[f"kl_loss/{name}"] = Needs(ref_logprobs=True)
     for name, correction in CORRECTIONS.items():
         table[f"correction/{name}"] = Needs(
             prior_logprobs=True, rollout_logprobs=True, whole_samples=correction.level != Level.TOKEN
         )
-    table["policy_loss/custom"] = Needs(old_logprobs=True, whole_samples=True)  # whatever a loss may read
+    table["policy_loss/custom"] = Needs(old_logprobs=True, rollout_logprobs=True, whole_samples=True)  # all it may read
     table["kl_reward"] = Needs(ref_logprobs=True, prior_logprobs=True)
     table["unbiased_kl"] = Needs(ref_logprobs=True, old_logprobs=True)
     table["distillation"] = Needs(teacher_logprobs=True, prior_logprobs=True)

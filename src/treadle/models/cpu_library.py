@@ -17,8 +17,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from treadle.models.bundled import cache_folder
 from treadle.one_pass import cpp_compiler
+from treadle.private_folder import private_cache
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-fno-fast-math", "-Wno-psabi")
 COMPILE_SECONDS = 120.0
@@ -58,12 +58,8 @@ def _library(command: list[str], source: Path, version: str) -> ctypes.CDLL:
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
     made_of = "\n".join([*command, version, _processor(), *texts])
     name = f"{hashlib.sha256(made_of.encode()).hexdigest()[:20]}.so"
-    try:
-        cache = cache_folder() / "kernels"
-        cache.mkdir(parents=True, exist_ok=True)
-        kept = cache / name if os.access(cache, os.W_OK) or (cache / name).is_file() else None
-    except (OSError, RuntimeError):  # no home, or none that can be written to
-        kept = None
+    cache = private_cache("kernels")
+    kept = cache / name if cache and (os.access(cache, os.W_OK) or (cache / name).is_file()) else None
     if kept is not None and kept.is_file():
         with contextlib.suppress(OSError):  # damaged: made anew
             return ctypes.CDLL(str(kept))

@@ -168,8 +168,9 @@ class Objective:
         advantages: Tensor,
         sample_index: Int64[Tensor, " K"],
         num_samples: int,
+        rollout_logprobs: Tensor | None = None,
     ) -> PolicyLoss:
-        """Policy loss per trained token."""
+        """Policy loss per trained token; some losses read the rollout policy's logprobs."""
         section = self.section
         inputs = PolicyLossInputs(
             logprobs,
@@ -182,6 +183,7 @@ class Objective:
             eps_clip_c=section.eps_clip_c,
             sapo_tau_positive=section.sapo_tau_positive,
             sapo_tau_negative=section.sapo_tau_negative,
+            rollout_logprobs=rollout_logprobs,
         )
         result = self.policy_loss_fn(inputs)
         if section.opsm_delta is None:

@@ -89,7 +89,7 @@ def micro_batch_loss(
     ref = None if batch.ref_logprobs is None else batch.ref_logprobs[at]
     rollout = batch.rollout_logprobs[at]
     advantages, weights = batch.advantages[at], batch.loss_weights[at]
-    policy = objective.policy_loss(logprobs, old, advantages, packed.sample_index, len(batch))
+    policy = objective.policy_loss(logprobs, old, advantages, packed.sample_index, len(batch), rollout)
     per_token = policy.loss if batch.correction is None else policy.loss * batch.correction[at]
     policy_loss = (per_token * weights).sum()
     loss = policy_loss

@@ -22,7 +22,7 @@ def inputs_of(ratios, advantages, index=None, probs=None, **options):
         old_logprobs=logprobs.detach() - f64(*ratios).log(),
         advantages=f64(*advantages),
         sample_index=torch.tensor(index if index else [0] * len(ratios)),
-        **options,
+        **{"rollout_logprobs": logprobs.detach() - f64(*ratios).log(), **options},
     )
 
 
@@ -104,6 +104,24 @@ def test_dppo_tv_by_hand():
     assert result.clipped.tolist() == [True, False, True, False]
     capped, _ = run("dppo_tv", replace(inputs, eps_clip_c=5.0))
     torch.testing.assert_close(capped.loss[3], torch.tensor(-5 * math.log(0.19), dtype=torch.float64))
+
+
+def test_dppo_tv_compares_with_the_policy_that_drew_the_token():
+    """Ratio 1 throughout, as in the only step of a rollout; drawn with p = 0.2, 0.45, 0.9 and 0.5."""
+    drawn = f64(0.2, 0.45, 0.9, 0.5).log()
+    inputs = inputs_of([1.0] * 4, [1.0, 1.0, -1.0, -1.0], probs=[0.5, 0.5, 0.6, 0.5], rollout_logprobs=drawn)
+    result, gradient = run("dppo_tv", inputs)
+    assert result.clipped.tolist() == [True, False, True, False]
+    torch.testing.assert_close(gradient, f64(0, -1, 0, 1))
+    assert result.ratio.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gmpo", "cispo"])
+def test_a_range_of_one_is_no_lower_bound(name):
+    inputs = inputs_of([1e-6, 1.5], [-1.0, 1.0], [0, 1], eps_clip=1.0, eps_clip_high=0.28)
+    result, gradient = run(name, inputs)
+    assert result.clipped.tolist() == [False, True]
+    assert gradient[0].item() == pytest.approx(1e-6)
 
 
 def test_dppo_tv_keeps_a_token_that_moves_the_other_way():
@@ -193,7 +211,14 @@ def test_never_nan_for_finite_input(name, data):
     advantages = data.draw(st.lists(st.floats(-1e3, 1e3, width=32), min_size=count, max_size=count))
     index = torch.tensor(sorted(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))))
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
-    inputs = PolicyLossInputs(logprobs, torch.tensor(data.draw(numbers)), torch.tensor(advantages), index, mask)
+    inputs = PolicyLossInputs(
+        logprobs,
+        torch.tensor(data.draw(numbers)),
+        torch.tensor(advantages),
+        index,
+        mask,
+        rollout_logprobs=torch.tensor(data.draw(numbers)),
+    )
     result = POLICY_LOSSES[name](inputs)
     assert not torch.isnan(result.loss).any()
     assert not torch.isnan(result.ratio).any()

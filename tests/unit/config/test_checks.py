@@ -63,6 +63,7 @@ def test_all_faults_are_reported_together_one_line_each():
         ("--kl-loss-coef 0.1", ["kl_loss_coef = 0.1", "without use_kl_loss"]),
         ("--use-kl-loss --kl-loss-coef 1 --kl-loss-type low_var", ["'low_var' is unknown", "low_var_kl"]),
         ("--eps-clip-high 0.1", ["eps_clip_high = 0.1", "eps_clip = 0.2"]),
+        ("--eps-clip 1", ["eps_clip = 1 leaves the ratio without a lower bound"]),
         ("--gamma 0.9", ["gamma = 0.9", "grpo"]),
         ("--advantage-estimator reinforce_plus_plus_baseline --gamma 0.9", ["gamma = 0.9"]),
         ("--advantage-estimator reinforce_plus_plus --lambd 0.9", ["lambd = 0.9", "critic"]),

@@ -98,7 +98,7 @@ def test_negative_numbers_equals_signs_and_underscores():
         (["--use-kl-loss", "true"], ["'true'", "--no-flag"]),
         (["--lr", "1", "quick.toml"], ["'quick.toml'", "first argument"]),
         (["--eval-overrides", "x"], ["[eval.eval_overrides.NAME]"]),
-        (["--lr", "x", "--eps-clip", "7"], ["--lr x", "--eps-clip 7", "less than 1"]),
+        (["--lr", "x", "--eps-clip", "7"], ["--lr x", "--eps-clip 7", "less than or equal to 1"]),
     ],
 )
 def test_bad_flags(argv, parts):

@@ -219,6 +219,15 @@ def test_compiled_once_and_made_anew_where_damaged(empty_cache, tmp_path, monkey
 
 
 @NEEDS_COMPILER
+def test_a_library_that_others_can_replace_is_not_loaded(empty_cache):
+    empty_cache.mkdir(parents=True)
+    empty_cache.chmod(0o777)
+    with pytest.warns(UserWarning, match="can be written by other users"):
+        assert load_kernels(torch.float32, 1, 32) is not None
+    assert list(empty_cache.iterdir()) == []
+
+
+@NEEDS_COMPILER
 @pytest.mark.parametrize("place", ["/proc/treadle", None])
 def test_without_a_place_to_keep_it(monkeypatch, place):
     """Nothing can be made in /proc; None is a user without a home."""

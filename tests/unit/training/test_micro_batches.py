@@ -73,7 +73,8 @@ def check_exact(trainer: Trainer, groups) -> None:
     found = reduce_metrics(trainer.train(groups))
     assert found["train/num_steps"] == 4
     assert found["train/ratio_max"] == found["train/ratio_mean"] == 1.0
-    assert found["train/clip_fraction"] == 0.0
+    if trainer.config.algorithm.policy_loss != "dppo_tv":  # it compares with the engine, here with random numbers
+        assert found["train/clip_fraction"] == 0.0
     if trainer.reference is not None:
         assert found["train/kl"] == found["train/kl_loss"] == 0.0
     if trainer.critic is not None:

@@ -139,7 +139,9 @@ def test_every_policy_loss_takes_a_step_and_starts_at_ratio_one(make_trainer, ma
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
     metrics = {m.name: m.value for m in trainer.train(make_groups(rewards=[[1, 0, 0], [0, 1], [1, 0, 1, 0]]))}
     assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["train/clip_fraction"] == 0
+    # dppo_tv compares with the engine, whose logprobs here are those of another policy: it drops tokens in the only step
+    assert (metrics["train/clip_fraction"] > 0.2) == (loss == "dppo_tv")
+    assert loss == "dppo_tv" or metrics["train/clip_fraction"] == 0
     assert any((before[n] != p).any() for n, p in trainer.model.named_parameters())
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treadle.errors import EngineError
+from treadle.private_folder import compile_variables
 from treadle.rollout.engines import process_guard
 
 TAIL_BYTES = 16_000
@@ -48,7 +49,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **command.env},
+                env={**compile_variables(), **os.environ, **command.env},
                 start_new_session=True,
             )
         return cls(command, process)
