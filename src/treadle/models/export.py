@@ -8,6 +8,7 @@ from treadle.errors import ConfigError, ModelError, first_line
 from treadle.models.bundled import resolve
 from treadle.models.load import DTYPES, context_length, load_config, save_pretrained
 from treadle.models.new_folder import new_folder
+from treadle.models.sizes import build_on_meta
 
 
 def export_model(source: Path, out: Path, dtype: str) -> Path:
@@ -36,22 +37,18 @@ def export_model(source: Path, out: Path, dtype: str) -> Path:
 
 def model_info(path: str) -> str:
     """A few lines about a model: architecture, parameters, layers, vocabulary, context."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     folder = resolve(path)
     config = load_config(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model, sizes = build_on_meta(folder, config), config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
     return "\n".join(
         [
             f"path        {folder}",
             f"class       {type(model).__name__}",
             f"parameters  {parameters / 1e6:.1f} M",
-            f"layers      {config.num_hidden_layers}",
-            f"hidden size {config.hidden_size}",
-            f"vocabulary  {config.vocab_size}",
-            f"context     {context_length(config)} tokens",
+            f"layers      {sizes.num_hidden_layers}",
+            f"hidden size {sizes.hidden_size}",
+            f"vocabulary  {sizes.vocab_size}",
+            f"context     {context_length(sizes)} tokens",
         ]
     )

@@ -15,6 +15,8 @@ from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
+from treadle.models.sizes import check_sizes
+from treadle.regular_file import NOT_REGULAR, irregular_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -72,17 +74,29 @@ def is_model_folder(path: Path) -> bool:
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """Read a model's config.json; raises `ModelError` with the path where it can't be read."""
+    """Read a model's config.json; raises `ModelError` with the path if it can't be read or its sizes are no model's.
+
+    transformers' own reports are switched off here, where every model begins: what matters in them is an error or a
+    warning of ours.
+    """
     from transformers import AutoConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
     if not Path(path).exists() and path.startswith(("/", "./", "../", "~")):  # else it may be a hub id
         raise ModelError(f"no model at {path!r}: no such folder")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path!r} is not a model folder: it has no config.json")
+    for file in irregular_files(Path(path)):
+        raise ModelError(f"{path!r} is not a model folder: {file.name} is {NOT_REGULAR}")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # hub, JSON and validation errors alike
         raise ModelError(f"no model at {path!r}: {first_line(error)}") from error
+    check_sizes(path, config)
+    return config
 
 
 def load_model(
@@ -95,10 +109,8 @@ def load_model(
     Raises `ModelError` for a folder that is not a causal language model or an architecture that can't be packed.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
     config = load_config(path)
-    transformers_logging.disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
@@ -106,6 +118,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=register_attention(),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
             trust_remote_code=False,
         )
     except KeyError as error:
@@ -117,6 +130,11 @@ def load_model(
         ) from error
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {path!r}: {first_line(error)}") from error
+    for name, stored, wanted in sorted(found["mismatched_keys"])[:1]:
+        raise ModelError(
+            f"{path!r}: weight {name!r} has shape {tuple(stored)}, its config.json asks for {tuple(wanted)} "
+            f"({len(found['mismatched_keys'])} such weights); the model folder is of two models"
+        )
     if found["missing_keys"]:
         raise ModelError(
             f"{path!r} has no weight {min(found['missing_keys'])!r} ({len(found['missing_keys'])} missing); "
