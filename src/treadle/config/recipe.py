@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config.fields import config_fields, did_you_mean, nearest, override_fields, section_models
+from treadle.config.secrets import without_secrets
 from treadle.config.sections import Config
 from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
@@ -118,13 +119,13 @@ def _where(name: str) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Write the whole configuration as a recipe; `load_config` reads back the same one.
+    """Write the whole configuration as a recipe; `load_config` reads back the same one, but for secrets: they are left out.
 
     TOML has no `None`, so a field that is not set stands there as a comment.
     """
     blocks = []
     for section in section_models():
-        values = config.model_dump(include={section})[section]
+        values = without_secrets(config.model_dump(include={section})[section])
         lines = [f"[{section}]"]
         lines += [_line(key, value) for key, value in values.items() if not config_fields()[key].recipe_only]
         for key, tables in values.items():

@@ -16,6 +16,7 @@ from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
 from treadle.models.sizes import check_sizes
+from treadle.models.weight_checks import check_weights
 from treadle.regular_file import NOT_REGULAR, irregular_files
 
 if TYPE_CHECKING:
@@ -108,6 +109,20 @@ def load_model(
     generates. `fused` replaces norms (`models/norm.py`), attention's projections and the MLP (`models/fused.py`) by ours.
     Raises `ModelError` for a folder that is not a causal language model or an architecture that can't be packed.
     """
+    model = read_model(path, dtype, attn_implementation=register_attention())
+    model.to(device)
+    model.requires_grad_(trainable)
+    model.eval()
+    _switch_dropout_off(model)
+    if fused:
+        fuse_norms(model)
+        fuse_layers(model)
+    check_forward(model, FORWARD_TOLERANCE[dtype])
+    return model
+
+
+def read_model(path: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Read a model folder as transformers does, with `options` for it; raises `ModelError` unless every weight fits."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(path)
@@ -116,10 +131,10 @@ def load_model(
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=register_attention(),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # check_weights names them
             trust_remote_code=False,
+            **options,
         )
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
@@ -130,24 +145,7 @@ def load_model(
         ) from error
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {path!r}: {first_line(error)}") from error
-    for name, stored, wanted in sorted(found["mismatched_keys"])[:1]:
-        raise ModelError(
-            f"{path!r}: weight {name!r} has shape {tuple(stored)}, its config.json asks for {tuple(wanted)} "
-            f"({len(found['mismatched_keys'])} such weights); the model folder is of two models"
-        )
-    if found["missing_keys"]:
-        raise ModelError(
-            f"{path!r} has no weight {min(found['missing_keys'])!r} ({len(found['missing_keys'])} missing); "
-            "the model folder is not whole"
-        )
-    model.to(device)
-    model.requires_grad_(trainable)
-    model.eval()
-    _switch_dropout_off(model)
-    if fused:
-        fuse_norms(model)
-        fuse_layers(model)
-    check_forward(model, FORWARD_TOLERANCE[dtype])
+    check_weights(path, model, found)
     return model
 
 
@@ -186,14 +184,7 @@ def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
 
     Files may name weights otherwise (fused experts, say): transformers knows how, so it reads them.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:
-        raise ModelError(f"can't load a causal language model from {str(folder)!r}: {first_line(error)}") from error
+    model = read_model(str(folder), torch.float32)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.chat import Codec, load_codec
-from treadle.config import Config, num_rollout
+from treadle.config import Config, num_rollout, recorded
 from treadle.data import PromptSource
 from treadle.errors import ConfigError
 from treadle.models.bundled import resolve
@@ -120,7 +120,7 @@ def open_outputs(
     if again is not None:
         given, resumed = str(again), session.start_rollout_id
     folder = RunFolder.create(None if given is None else Path(given), name, resume_rollout_id=resumed)
-    values = config.model_dump(mode="json")
+    values = recorded(config)
     folder.write_config(values)
     sink = open_sinks(folder, config.observe, progress.warn, session.start_rollout_id, values)
     stack.callback(sink.close)

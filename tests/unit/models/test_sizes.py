@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treadle.errors import ModelError
-from treadle.models.export import model_info
+from treadle.models.export import export_model, model_info
 from treadle.models.load import load_model
 
 
@@ -49,7 +49,9 @@ def test_odd_sizes_are_one_line(changed, changes):
 
 
 def test_weights_of_other_shapes_are_named(changed, capfd):
-    with pytest.raises(ModelError, match=r"'model.embed_tokens.weight' has shape \(98, 32\).* asks for \(98, 64\)"):
+    with pytest.raises(
+        ModelError, match=r"'model.embed_tokens.weight' has shape \(98, 32\), but .* asks for \(98, 64\)"
+    ):
         load_model(changed(hidden_size=64), torch.float32, torch.device("cpu"))
     assert capfd.readouterr().err == ""
 
@@ -60,3 +62,9 @@ def test_a_pipe_among_the_files_is_refused(changed):
     os.mkfifo(folder / "tokenizer.json")
     with pytest.raises(ModelError, match="a pipe or a device"):
         model_info(str(folder))
+
+
+def test_a_model_without_all_its_weights_is_not_exported(changed, tmp_path):
+    with pytest.raises(ModelError, match="lacks 9 of the weights"):
+        export_model(Path(changed(num_hidden_layers=3)), tmp_path / "out", "float32")
+    assert not (tmp_path / "out").exists()
