@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.errors import CheckpointError
+from treadle.regular_file import read_regular
 from treadle.training.tensor_files import TensorFiles, shape_of
 
 LATEST = "latest"
@@ -309,7 +310,7 @@ def _read(path: Path) -> Checkpoint:
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raises `ValueError`, which names the file, if there is none."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path))
     except FileNotFoundError as error:
         raise ValueError(f"{path.name} is missing") from error
     except OSError as error:
@@ -374,7 +375,7 @@ def _rollout_of(path: Path) -> int:
 def _latest(folder: Path) -> int | None:
     """Return the rollout of the checkpoint that `latest` names; None if it names none."""
     try:
-        return _number((folder / LATEST).read_text().strip())
+        return _number(read_regular(folder / LATEST).decode().strip())
     except (OSError, UnicodeDecodeError):
         return None
 
