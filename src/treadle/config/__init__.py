@@ -5,6 +5,7 @@ from treadle.config.checks import check_config
 from treadle.config.eval_sets import parse_eval_sets
 from treadle.config.load import load_config
 from treadle.config.recipe import to_toml
+from treadle.config.secrets import recorded
 from treadle.config.sections import (
     AlgorithmSection,
     CheckpointSection,
@@ -50,6 +51,7 @@ __all__ = [
     "load_config",
     "num_rollout",
     "parse_eval_sets",
+    "recorded",
     "run_length",
     "to_toml",
 ]

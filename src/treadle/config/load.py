@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from treadle.config.fields import ConfigField, config_fields
 from treadle.config.flags import parse_flags
 from treadle.config.recipe import read_recipe
+from treadle.config.secrets import REDACTED, names_secret, without_secrets
 from treadle.config.sections import Config
 from treadle.config.values import expand_paths, first_few, written
 from treadle.errors import ConfigError
@@ -68,7 +69,11 @@ def _faults(field: ConfigField, error: ValidationError, recipe: Path | None) -> 
 
 
 def _named(field: ConfigField, value: Any, recipe: Path | None, inner: Sequence[str] = ()) -> str:
-    """A value with the field that holds it, as it was given on the command line or in the recipe."""
+    """A value with the field that holds it, as it was given on the command line or in the recipe, without secrets."""
+    try:
+        value = REDACTED if any(names_secret(part, "text") for part in inner) else without_secrets(value)
+    except RecursionError:
+        value = "…"
     if recipe is None:
         return f"{field.flag} {' '.join(map(written, value)) if isinstance(value, tuple) else written(value)}"
     try:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from treadle.config.findings import Finding, Rule, fault, warning
+from treadle.config.secrets import secret_names
 from treadle.config.sections import Config
+from treadle.config.values import written
 
 TAKEN = {
     "vllm": (
@@ -54,6 +58,44 @@ def code_of_models_is_not_run(config: Config) -> Iterator[Finding]:
                 )
 
 
+def secrets_come_from_the_environment(config: Config) -> Iterator[Finding]:
+    for kind in NAMES:
+        given = {
+            name: value
+            for name, value in config.engine.arguments(kind).items()
+            if name.replace("-", "_") not in TAKEN[kind]
+        }
+        for name in dict.fromkeys(secret_names(given)):
+            yield fault(
+                f"--{kind}-{name.replace('_', '-')} holds a secret, which every user could read on the server's command line "
+                "and later in config.json; leave it out and set the server's variable in the environment (HF_TOKEN, say)"
+            )
+
+
+def addresses_are_addresses(config: Config) -> Iterator[Finding]:
+    for address in config.engine.rollout_external_engine_addrs:
+        why = _why_no_address(address)
+        if why:
+            shown = written(address if "@" not in address else f"…@{address.rpartition('@')[2]}")
+            yield fault(f"rollout_external_engine_addrs has {shown}, {why}; give host:port or http://host:port")
+
+
+def _why_no_address(address: str) -> str:
+    """Say what is wrong with the address of a server; empty if nothing is."""
+    try:
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:  # a port that is no number, or brackets without an IPv6 address
+        return f"which is no address ({error})"
+    if "@" in parts.netloc:
+        return "with a user or a password, which servers are not asked with and which config.json would keep"
+    if parts.scheme not in ("http", "https"):
+        return f"and servers speak http or https, not {parts.scheme}"
+    if not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%\w+)?", host) or parts.query or parts.fragment or port == 0:
+        return "which is no address"
+    return "which has no port" if port is None and "://" not in address else ""
+
+
 def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
     engine, cluster, kind = config.engine, config.cluster, config.rollout.rollout_engine
     addresses = engine.rollout_external_engine_addrs
@@ -84,6 +126,8 @@ ENGINE_RULES: tuple[Rule, ...] = (
     server_settings_are_used,
     own_arguments_are_left_alone,
     code_of_models_is_not_run,
+    secrets_come_from_the_environment,
+    addresses_are_addresses,
     servers_are_started_or_reached,
     servers_receive_by_their_transports,
 )

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from treadle.config import Config
+from treadle.config import Config, recorded
 from treadle.metrics import Metric, metric
 from treadle.run.compute import ComputeThread
 from treadle.run.loop import Collection, Schedule
@@ -101,6 +101,6 @@ class LocalParts:
             write_rest=trainer.write_rest,
             optimizer=trainer.optimizer.state_tensors(),
             state=state,
-            config=self.config.model_dump(mode="json"),
+            config=recorded(self.config),
             keep=self.config.checkpoint.keep_checkpoints,
         )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from treadle.chat import load_codec
-from treadle.config import batch_arithmetic
+from treadle.config import batch_arithmetic, recorded
 from treadle.metrics import Metric, metric
 from treadle.run import build
 from treadle.run.placement import Bundle, Places
@@ -128,7 +128,7 @@ class TrainActor(RankActor):
                 write_rest=write_rest,
                 optimizer=None if trainer.policy.is_sharded else trainer.optimizer.state_tensors(),
                 state={**own, **state},
-                config=self._config.model_dump(mode="json"),
+                config=recorded(self._config),
                 keep=self._config.checkpoint.keep_checkpoints,
             )
         finally:
