@@ -305,6 +305,26 @@ def test_plan_refuses_the_architectures_that_loading_refuses(kind, tmp_path):
     assert messages[0].startswith(f"{str(tmp_path)!r}: {said}")
 
 
+@pytest.mark.parametrize("name", ["Gemma3Config", "Gemma4TextConfig", "DeepseekV3Config"])
+def test_a_plan_for_configs_of_parts_and_of_unlike_layers(name, tiny_model, tmp_path):
+    """Its numbers are the text part's; the model loads, too."""
+    import shutil
+
+    import transformers
+
+    from treadle.models.miniature import miniature, miniature_model
+
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = miniature(getattr(transformers, name)())
+    miniature_model(config, "eager").save_pretrained(folder)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "aa", "answer": "1"}\n')
+    argv = [*SOUND, "--hf-checkpoint", str(folder), "--prompt-data", str(data), "--input-key", "prompt"]
+    page = plan_run(load_config(None, [*argv, "--rollout-max-response-len", "8"]))
+    assert f"{config.get_text_config().num_hidden_layers} layers · vocabulary 96 · context 64 tokens" in page
+    load_model(str(folder), torch.float32, torch.device("cpu"))
+
+
 def test_a_model_of_another_role_is_checked_too(tiny_model, tmp_path):
     import transformers
 
