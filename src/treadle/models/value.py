@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from treadle.errors import ModelError
 from treadle.models.attention import AttentionPlan
 from treadle.models.forward import hidden_states
+from treadle.models.weight_checks import check_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,6 +71,7 @@ def read_value_head(model: ValueModel, folder: Path) -> dict[str, Tensor]:
             raise ModelError(
                 f"{str(file)!r} is not the value head of this model: {name!r} is missing or of another shape"
             )
+    check_finite(str(file), tensors.items())
     return tensors
 
 

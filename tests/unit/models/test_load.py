@@ -74,7 +74,9 @@ def test_missing_weights_are_not_filled_with_random_ones(tiny_model_dir, tmp_pat
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "has no weight 'model.layers.1.mlp.up_proj.weight' (1 missing)" in refusal(folder)
+    assert "lacks 1 of the weights that its config.json describes ('model.layers.1.mlp.up_proj.weight')" in refusal(
+        folder
+    )
 
 
 @pytest.mark.parametrize("trainable", [True, False])
@@ -107,7 +109,7 @@ def test_load_parameters_names_them_as_the_module_does(tiny_model, tiny_model_di
 
 
 def test_load_parameters_of_a_folder_without_a_model(tmp_path):
-    with pytest.raises(ModelError, match="can't load a causal language model"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         load_parameters(tmp_path)
 
 
