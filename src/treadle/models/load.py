@@ -15,7 +15,7 @@ from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
-from treadle.models.weight_checks import check_weights
+from treadle.models.weight_checks import check_weights, silence_loading_report
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -100,6 +100,7 @@ def load_model(
 
     config = load_config(path)
     transformers_logging.disable_progress_bar()
+    silence_loading_report()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
@@ -244,3 +245,9 @@ def context_length(config: PretrainedConfig) -> int:
     """Longest sequence the model's positions allow, in tokens."""
     limited = hasattr(config, "max_position_embeddings") and config.max_position_embeddings
     return int(config.max_position_embeddings) if limited else 1 << 30
+
+
+def embedding_rows(config: PretrainedConfig) -> int | None:
+    """Return how many ids a model has embeddings for; None if its config does not say."""
+    text = config.get_text_config()
+    return int(text.vocab_size) if hasattr(text, "vocab_size") else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
 
 MOST_NAMES = 3
 """Weights that a message names."""
+
+
+def silence_loading_report() -> None:
+    """Keep transformers from printing its table of missing and unexpected weights: `check_weights` says it in one line."""
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_report)
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def check_weights(path: str, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
