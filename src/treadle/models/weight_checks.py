@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +17,6 @@ MOST_NAMES = 3
 """Weights that a message names."""
 
 
-def silence_loading_report() -> None:
-    """Keep transformers from printing its table of missing and unexpected weights: `check_weights` says it in one line."""
-    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_report)
-
-
-def _is_no_report(record: logging.LogRecord) -> bool:
-    return "LOAD REPORT" not in record.getMessage()
-
-
 def check_weights(path: str, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
     """Check what transformers found while it loaded `model` from `path`.
 
@@ -38,8 +28,13 @@ def check_weights(path: str, model: PreTrainedModel, found: Mapping[str, Any]) -
         model: the loaded model.
         found: the loading info that `from_pretrained` gives.
     Raises:
-        ModelError: if a weight is missing, has no place in the model, or is not finite.
+        ModelError: if a weight is missing, has no place in the model, is of another shape, or is not finite.
     """
+    for name, stored, wanted in sorted(found["mismatched_keys"])[:1]:
+        raise ModelError(
+            f"{path!r}: weight {name!r} has shape {tuple(stored)}, but its config.json asks for {tuple(wanted)} "
+            f"({len(found['mismatched_keys'])} weights differ so); restore the config.json that belongs to the weights"
+        )
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if missing:
         raise ModelError(

@@ -133,12 +133,20 @@ def _encode(row: Mapping[str, Any]) -> bytes:
 
 def _stand_in(value: Any) -> Any:
     """What is written for a value that JSON has no form for: numpy's numbers as numbers, all else as text."""
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else _text(value)
+
+
+def _text(value: Any) -> str:
+    """Return the text of any value; its own code may raise, and what is nested deep can't be written out."""
+    try:
+        return str(value)
+    except Exception:
+        return f"<{type(value).__name__} that has no text>"
 
 
 def _json_like(value: Any, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        return str(value)
+        return _text(value)
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -146,10 +154,10 @@ def _json_like(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _json_like(inner, depth + 1) for key, inner in value.items()}
+        return {_text(key): _json_like(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_json_like(inner, depth + 1) for inner in value]
-    return str(value)
+    return _text(value)
 
 
 def _float_hook(row: dict[str, Any]) -> Any:
@@ -159,7 +167,7 @@ def _float_hook(row: dict[str, Any]) -> Any:
 def _decode(path: Path, line: int, data: bytes) -> dict[str, Any]:
     try:
         row = json.loads(data, object_hook=_float_hook)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _malformed(path, line, f"not JSON ({error})") from error
     if not isinstance(row, dict):
         raise _malformed(path, line, f"not a JSON object but {type(row).__name__}")

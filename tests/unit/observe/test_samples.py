@@ -170,6 +170,22 @@ def test_what_json_can_not_hold_is_made_text_and_numpy_numbers_stay_numbers(tmp_
     assert "again" in read_groups(tmp_path / "loop.jsonl")[0].samples[0].metadata
 
 
+class Unreadable:
+    def __str__(self) -> str:
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize("depth", [500, 3000, 100_000])
+def test_what_has_no_text_and_what_is_nested_too_deep_ends_no_run(tmp_path: Path, depth: int) -> None:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    path = tmp_path / "rollout_000000.jsonl"
+    write_groups(path, [make_group(metadata={"deep": value, "odd": Unreadable()})])
+    (group,) = read_groups(path)
+    assert group.samples[0].metadata["odd"] == "<Unreadable that has no text>"
+
+
 def test_a_missing_file_names_it_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no saved rollout .*rollout_000003\.jsonl; .*--save-debug-rollout-data"):
         read_groups(rollout_file(tmp_path, 3))

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from treadle.errors import RewardError
 from treadle.registry import describe_error
+from treadle.rollout.isolation.fault import CallFault
 from treadle.rollout.rewards.inputs import RewardInput, RewardScore
 
 Form = Literal["sample", "group"]
@@ -28,7 +29,7 @@ _GROUP_ARGUMENTS = ("prompts", "completions", "completion_ids")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-class RewardFault(Exception):
+class RewardFault(CallFault):
     """A reward failed on one call; the text is the cause, ready for `Sample.failure`."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treadle.rollout.isolation.plain_json import plain_json
 from treadle.types import Message, Prompt, Sample, Status
 
 
@@ -43,29 +44,6 @@ class RewardScore:
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
-
-
-def plain_json(value: Any) -> Any:
-    """A copy of a value made of JSON types only; what JSON can't hold becomes its text.
-
-    >>> plain_json({1: (2, None), "when": complex(0, 1)})
-    {'1': [2, None], 'when': '1j'}
-    """
-    if value is None or isinstance(value, bool | str):
-        return value if type(value) in (str, bool, type(None)) else str(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(item) for item in value]
-    if isinstance(value, set | frozenset):  # its order differs between processes
-        return sorted((plain_json(item) for item in value), key=repr)
-    if hasattr(value, "tolist"):  # a numpy array or scalar
-        return plain_json(value.tolist())
-    return str(value)
 
 
 def prompt_view(prompt: Prompt) -> RewardInput:

@@ -21,20 +21,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from treadle.errors import RewardError
+from treadle.rollout.isolation.fault import CallFault
+from treadle.rollout.isolation.pool import Work, WorkerPool
 from treadle.rollout.rewards.builtin import BUILTIN_REWARDS, RewardSettings
 from treadle.rollout.rewards.catalog import RewardSpec, load_reward, make_specs
 from treadle.rollout.rewards.forms import Form, RewardFault, RewardFunction, evaluate
-from treadle.rollout.rewards.inputs import (
-    RewardInput,
-    RewardScore,
-    input_from_json,
-    input_to_json,
-    plain_json,
-    prompt_view,
-    sample_view,
-)
-from treadle.rollout.rewards.loop_thread import LoopThread
-from treadle.rollout.rewards.pool import WorkerPool
+from treadle.rollout.rewards.inputs import RewardInput, RewardScore, prompt_view, sample_view
+from treadle.rollout.rewards.serving import LOADER, request_of, scores_of
 from treadle.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -47,8 +40,8 @@ Scores = list[RewardScore | None]
 class PlacedReward:
     """One reward of the sum: its weight, its form, and where it runs.
 
-    `place` is `inline` (here), `loop` (an event loop in a thread) or `worker` (another process, where it is
-    loaded again; `function` is None then).
+    `place` is `inline` (here), `worker` (another process, one call at a time) or `loop` (another process with an event
+    loop for all calls). There it is loaded again.
     """
 
     spec: RewardSpec
@@ -110,10 +103,13 @@ class RewardScorer:
         self.group_wait_seconds = group_wait_seconds
         self.failure_counts: Counter[str] = Counter()
         """Failed calls by reward name, one per sample, since the start."""
-        in_workers = [r.spec for r in self.rewards if r.place == "worker"]
-        self._pool = WorkerPool(in_workers, num_workers, timeout_seconds)
-        self._pool_index = {spec.name: number for number, spec in enumerate(in_workers)}
-        self._loop_thread = LoopThread(timeout_seconds)
+        self._pools: dict[str, WorkerPool] = {}
+        self._numbers: dict[str, int] = {}  # of each reward in its pool
+        for place in ("worker", "loop"):
+            specs = [reward.spec for reward in self.rewards if reward.place == place]
+            self._numbers |= {spec.name: number for number, spec in enumerate(specs)}
+            work = Work(LOADER, [spec.to_json() for spec in specs], timeout_seconds, place == "loop", num_workers)
+            self._pools[place] = WorkerPool(work)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
@@ -122,37 +118,24 @@ class RewardScorer:
 
     def process_ids(self) -> list[int]:
         """Process ids of the workers that run now."""
-        return self._pool.process_ids()
+        return [pid for pool in self._pools.values() for pid in pool.process_ids()]
 
     def open_group(self, prompt: Prompt, n: int) -> GroupScoring:
         """Begin to score the n samples of a prompt."""
         return GroupScoring(self, prompt, n)
 
     async def run(self, reward: PlacedReward, inputs: Sequence[RewardInput]) -> Scores:
-        """Run one reward on one sample, or a TRL-style one on a group; raises `RewardFault`."""
+        """Run one reward on one sample, or a TRL-style one on a group; raises `CallFault`."""
         if reward.place == "inline":
             assert reward.function is not None
             return evaluate(reward.function, inputs)
-        if reward.place == "loop":
-            assert reward.function is not None
-            copies = [input_from_json(plain_json(input_to_json(item))) for item in inputs]  # it may change them
-            return await self._loop_thread.call(reward.function, copies)
-        future, bound_seconds = self._pool.submit(self._pool_index[reward.spec.name], inputs)
-        waiting = asyncio.wrap_future(future)
-        try:
-            done, _ = await asyncio.wait({waiting}, timeout=bound_seconds)
-        except asyncio.CancelledError:
-            waiting.cancel()
-            raise
-        if not done:
-            waiting.cancel()
-            raise RewardFault(f"waited more than {bound_seconds:g} s for a reward worker; raise --rm-num-workers")
-        return waiting.result()
+        future = self._pools[reward.place].submit(self._numbers[reward.spec.name], request_of(inputs))
+        return scores_of(await asyncio.wrap_future(future))
 
     async def close(self) -> None:
-        """End the workers and the event loop; safe to call twice. Calls still running fail."""
-        await asyncio.to_thread(self._pool.close)
-        await self._loop_thread.close()
+        """End the workers; safe to call twice. Calls still running fail."""
+        for pool in self._pools.values():
+            await asyncio.to_thread(pool.close)
 
     async def __aenter__(self) -> RewardScorer:
         return self
@@ -172,7 +155,7 @@ class GroupScoring:
 
     def __init__(self, scorer: RewardScorer, prompt: Prompt, n: int):
         self._scorer = scorer
-        self._shared = prompt_view(prompt)
+        self._shared = _shared_view(prompt)
         self._num_open = n
         self._samples: list[Sample] = []
         self._complete = asyncio.Event()
@@ -196,18 +179,23 @@ class GroupScoring:
         outcomes = await asyncio.gather(*(self._outcome(reward, sample) for reward in self._scorer.rewards))
         return _join(sample, self._scorer.rewards, outcomes)
 
+    def _view(self, sample: Sample) -> RewardInput:
+        if isinstance(self._shared, CallFault):
+            raise self._shared
+        return sample_view(self._shared, sample)
+
     def _count_down(self) -> None:
         assert self._num_open > 0, "more samples were handed in than the group was opened for"
         self._num_open -= 1
         if self._num_open == 0:
             self._complete.set()
 
-    async def _outcome(self, reward: PlacedReward, sample: Sample) -> RewardScore | RewardFault | None:
+    async def _outcome(self, reward: PlacedReward, sample: Sample) -> RewardScore | CallFault | None:
         try:
             if reward.form == "sample":
-                return (await self._scorer.run(reward, [sample_view(self._shared, sample)]))[0]
+                return (await self._scorer.run(reward, [self._view(sample)]))[0]
             return await self._from_group(reward, sample)
-        except RewardFault as fault:
+        except CallFault as fault:
             self._scorer.failure_counts[reward.spec.name] += 1
             return fault
 
@@ -227,17 +215,23 @@ class GroupScoring:
     async def _call_on_group(self, reward: PlacedReward) -> dict[int, RewardScore | None]:
         """One call for all samples, ordered by index whatever the order they came in."""
         samples = sorted(self._samples, key=lambda s: (s.index, s.trajectory_id))
-        scores = await self._scorer.run(reward, [sample_view(self._shared, s) for s in samples])
+        scores = await self._scorer.run(reward, [self._view(s) for s in samples])
         return {id(s): score for s, score in zip(samples, scores, strict=True)}
 
 
+def _shared_view(prompt: Prompt) -> RewardInput | CallFault:
+    """Return what the samples of a prompt share, or why rewards can't be given it: its row may hold anything."""
+    try:
+        return prompt_view(prompt)
+    except Exception as error:
+        return RewardFault(f"can't be given row {prompt.row} of {prompt.data_name or 'the data'}: {error}")
+
+
 def _join(
-    sample: Sample, rewards: Sequence[PlacedReward], outcomes: Sequence[RewardScore | RewardFault | None]
+    sample: Sample, rewards: Sequence[PlacedReward], outcomes: Sequence[RewardScore | CallFault | None]
 ) -> Sample:
     """Add the rewards up by weight; any fault, or no reward at all, fails the sample."""
-    faults = [
-        f"reward {r.spec.name}: {o}" for r, o in zip(rewards, outcomes, strict=True) if isinstance(o, RewardFault)
-    ]
+    faults = [f"reward {r.spec.name}: {o}" for r, o in zip(rewards, outcomes, strict=True) if isinstance(o, CallFault)]
     parts: dict[str, float] = {}
     total = 0.0
     for reward, outcome in zip(rewards, outcomes, strict=True):

@@ -79,6 +79,17 @@ def starts_a_child(sample):
     time.sleep(60)
 
 
+def detaches_a_child(sample):
+    """Starts a process with a session of its own whose parent is gone, writes its id, and does what the response says."""
+    import subprocess
+
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3, start_new_session=True).pid)"
+    command = [sys.executable, "-c", code]
+    child = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=True)
+    Path(sample.columns["file"]).write_text(child.stdout)
+    return misbehaves(sample)
+
+
 async def async_length(sample):
     await asyncio.sleep(0.2)
     return len(sample.response)
@@ -99,11 +110,42 @@ async def async_misbehaves(sample):
             except asyncio.CancelledError:
                 await asyncio.sleep(0.5)
                 return 0.0
-    if word == "block":
-        time.sleep(3)
+    if word.startswith("block ") and word != "block in C":
+        time.sleep(float(word.split()[1]))
+    if word.startswith("hog"):  # in small steps
+        end = time.monotonic() + float(word.split()[1])
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            await asyncio.sleep(0)
+    if word == "block in C":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if word == "_exit":
+        os._exit(0)
+    if word == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if word == "leaves a task":
+        asyncio.get_running_loop().call_later(0.05, sys.exit, 3)
+        await asyncio.sleep(0.5)
+    if word == "wait":
+        await asyncio.sleep(0.3)
     if word == "cancel":
         raise asyncio.CancelledError
     return 1.0
+
+
+_gate = asyncio.Semaphore(3)
+_inside = 0
+
+
+async def async_limited(sample):
+    """How many calls are inside of a limit that the module sets, at most: all share one event loop."""
+    global _inside
+    async with _gate:
+        _inside += 1
+        most = _inside
+        await asyncio.sleep(0.02)
+        _inside -= 1
+    return float(most)
 
 
 def trl_equals(completions, answer, **kwargs):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.errors import RewardError
+from treadle.rollout.isolation.plain_json import plain_json
 from treadle.rollout.rewards.forms import (
     RewardFault,
     evaluate,
@@ -15,7 +16,7 @@ from treadle.rollout.rewards.forms import (
     read_number,
     read_score,
 )
-from treadle.rollout.rewards.inputs import RewardInput, RewardScore, input_from_json, input_to_json, plain_json
+from treadle.rollout.rewards.inputs import RewardInput, RewardScore, input_from_json, input_to_json
 
 
 async def async_sample(sample): ...

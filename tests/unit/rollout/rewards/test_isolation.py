@@ -24,6 +24,13 @@ def wait_until(condition, seconds=10.0):
         time.sleep(0.02)
 
 
+def below(pid):
+    """Ids of the processes that this one has started, and they."""
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
 def is_running(pid):
     """True for a process that is there and not a zombie."""
     try:
@@ -54,11 +61,11 @@ def test_time_in_the_queue_does_not_count(score, path):
 
 
 def test_workers_run_side_by_side(score, path):
-    settings = {"custom_rm_path": path("misbehaves"), "rm_num_workers": 3, "rm_timeout_seconds": 1.0}
+    settings = {"custom_rm_path": path("misbehaves"), "rm_num_workers": 4, "rm_timeout_seconds": 2.0}
     start = time.monotonic()
-    samples = score(settings, ["hang"] * 3)
-    assert {s.failure for s in samples} == {"reward misbehaves: timed out after 1 s"}
-    assert time.monotonic() - start < 3.0, "one after the other they take 3 s"
+    samples = score(settings, ["hang"] * 4)
+    assert {s.failure for s in samples} == {"reward misbehaves: timed out after 2 s"}
+    assert time.monotonic() - start < 7.0, "one after the other they take 8 s"
 
 
 def test_no_process_starts_before_it_is_needed_and_none_stays(path, sample):
@@ -75,7 +82,7 @@ def test_no_process_starts_before_it_is_needed_and_none_stays(path, sample):
     wait_until(lambda: not is_running(pid))
     asyncio.run(scorer.close())
     closed = asyncio.run(score_one(scorer, sample("x")))
-    assert "reward process_of_worker: the scorer is closed" in closed.failure
+    assert "reward process_of_worker: the workers are closed" in closed.failure
 
 
 async def score_one(scorer, sample):
@@ -130,6 +137,15 @@ def test_what_a_late_reward_started_ends_with_it(score, path, tmp_path):
     wait_until(lambda: not is_running(int(file.read_text())))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a subreaper is Linux's")
+@pytest.mark.parametrize("word", ["hang", "exit", "segfault", "fine"])
+def test_what_has_left_the_workers_group_and_session_ends_with_it_too(score, path, tmp_path, word):
+    file = tmp_path / "pid"
+    settings = {"custom_rm_path": path("detaches_a_child"), "rm_timeout_seconds": 3.0}
+    score(settings, [word], columns={"file": str(file)})
+    wait_until(lambda: not is_running(int(file.read_text())))
+
+
 @pytest.mark.parametrize("word", ["hang", "hang in C"])
 def test_workers_never_outlive_the_parent(path, word, tmp_path):
     program = f"""
@@ -155,12 +171,14 @@ asyncio.run(main())
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         pid = int(parent.stdout.readline())
-        assert is_running(pid)
+        pids = [pid, *below(pid)]
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    wait_until(lambda: not is_running(pid))
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_a_module_that_only_fails_in_a_worker_fails_the_samples(score, tmp_path):
@@ -169,7 +187,7 @@ def test_a_module_that_only_fails_in_a_worker_fails_the_samples(score, tmp_path)
         "import sys\nassert 'pytest' in sys.modules, 'not in a worker'\ndef reward(sample):\n    return 1.0\n"
     )
     (sample,) = score({"custom_rm_path": f"{file}:reward"}, ["x"])
-    assert "reward reward: the reward worker could not import its rewards" in sample.failure
+    assert "reward reward: its worker process could not be started: reward " in sample.failure
     assert "not in a worker" in sample.failure
 
 
@@ -196,12 +214,56 @@ def test_async_rewards_that_go_wrong(score, path):
         assert sample.failure.startswith(f"reward async_misbehaves: {cause}")
 
 
-def test_an_async_reward_that_blocks_the_loop_costs_itself_and_the_next_call_works(path, sample):
-    async def run():
-        section = RewardSection(custom_rm_path=path("async_misbehaves"), rm_timeout_seconds=0.5)
-        async with build_scorer(section) as scorer:
-            return await score_one(scorer, sample("block")), await score_one(scorer, sample("ok"))
+@pytest.mark.parametrize("word", ["block 60", pytest.param("block in C", marks=pytest.mark.long)])
+def test_an_async_reward_that_blocks_the_loop_costs_itself_only(score, path, word):
+    words = ["wait", word, "wait", "ok"]
+    samples = score({"custom_rm_path": path("async_misbehaves"), "rm_timeout_seconds": 1.0}, words)
+    assert samples[1].failure == "reward async_misbehaves: timed out after 1 s (it blocks its event loop)"
+    assert [s.reward for s in samples] == [1.0, None, 1.0, 1.0]
 
-    blocked, fine = asyncio.run(run())
-    assert blocked.failure == "reward async_misbehaves: timed out after 0.5 s (an async reward blocks the event loop)"
-    assert fine.reward == 1.0
+
+def test_an_async_reward_that_blocks_for_a_while_gets_its_value_and_delays_no_other(path, sample):
+    async def run():
+        async with build_scorer(RewardSection(custom_rm_path=path("async_misbehaves"))) as scorer:
+            blocking = [asyncio.create_task(score_one(scorer, sample("block 6"))) for _ in range(2)]
+            others = await asyncio.gather(*(score_one(scorer, sample("wait")) for _ in range(20)))
+            assert not any(task.done() for task in blocking)
+            return others + await asyncio.gather(*blocking)
+
+    assert [s.reward for s in asyncio.run(run())] == [1.0] * 22
+
+
+def test_the_time_of_an_async_call_does_not_count_while_others_keep_the_loop(score, path):
+    words = ["hog 0.6", "hang", "hog 0.6", "hog 60", "ok"]
+    samples = score({"custom_rm_path": path("async_misbehaves"), "rm_timeout_seconds": 1.5}, words)
+    assert [s.reward for s in samples] == [1.0, None, 1.0, None, 1.0]
+    assert {s.failure for s in samples if s.failure} == {"reward async_misbehaves: timed out after 1.5 s"}
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [("_exit", "(exit code 0)"), ("segfault", "(killed by SIGSEGV)"), ("leaves a task", "(exit code 3)")],
+)
+def test_an_async_reward_that_ends_its_process_costs_itself_only(score, path, word, text):
+    words = ["wait", word, "wait", "ok", word]
+    samples = score({"custom_rm_path": path("async_misbehaves")}, words)
+    assert [s.reward for s in samples] == [1.0, None, 1.0, 1.0, None]
+    assert {s.failure for s in samples if s.failure} == {f"reward async_misbehaves: its worker process died {text}"}
+
+
+def test_async_rewards_share_an_event_loop(score, path):
+    samples = score({"custom_rm_path": path("async_limited")}, ["x"] * 12)
+    assert max(s.reward for s in samples) == 3.0
+
+
+def test_what_gives_up_a_call_frees_the_event_loop_of_it(path, sample):
+    async def run():
+        async with build_scorer(RewardSection(custom_rm_path=path("async_misbehaves"))) as scorer:
+            task = asyncio.create_task(score_one(scorer, sample("hang")))
+            while not scorer.process_ids():
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.3)
+            task.cancel()
+            return await score_one(scorer, sample("ok"))
+
+    assert asyncio.run(run()).reward == 1.0

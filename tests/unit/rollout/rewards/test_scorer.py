@@ -45,6 +45,32 @@ def test_what_a_reward_is_given(score, path, tmp_path):
     }
 
 
+class Unreadable:
+    def __str__(self):
+        raise OSError("gone")
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (nested(500), "it is nested more than 100 deep"),
+        (nested(100_000), "it is nested more than 100 deep"),
+        (Unreadable(), "gone"),
+    ],
+)
+@pytest.mark.parametrize("name", ["length", "async_length", "trl_rank"])
+def test_a_row_that_rewards_can_not_be_given_fails_its_samples_only(score, path, value, why, name):
+    samples = score({"custom_rm_path": path(name)}, ["a", "b"], columns={"x": value}, row=7, data_name="d.jsonl")
+    assert {s.failure for s in samples} == {f"reward {name}: can't be given row 7 of d.jsonl: {why}"}
+
+
 def test_trl_style_with_columns(score, path):
     columns = {"answer": "4", "topic": "sums"}
     samples = score({"custom_rm_path": path("trl_equals")}, ["4", "5", "4"], columns=columns)
