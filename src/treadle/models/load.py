@@ -269,3 +269,9 @@ def kv_heads_of(config: PretrainedConfig) -> tuple[int, int]:
     heads = max(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers)
     sizes = [getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers]
     return int(heads), int(max(sizes))
+
+
+def embedding_rows(config: PretrainedConfig) -> int | None:
+    """Return how many ids a model has embeddings for; None if its config does not say."""
+    text = config.get_text_config()
+    return int(text.vocab_size) if hasattr(text, "vocab_size") else None
