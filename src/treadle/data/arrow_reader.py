@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import DataError
+from treadle.hub import work_offline_if_cut_off
 from treadle.registry import suggestion
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def read_folder(path: Path, split: str | None) -> ArrowReader:
         if saved:
             found = datasets.load_from_disk(str(path))
         else:
-            found = datasets.load_dataset(str(path), trust_remote_code=False)
+            found = datasets.load_dataset(str(path.resolve()), trust_remote_code=False)
     except Exception as error:  # as above
         raise DataError(
             f"folder {str(path)!r} holds no readable data set ({first_line(error)}); it takes what "
@@ -165,6 +166,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> ArrowReader:
     import datasets
 
     shown = f"{name}:{config}" if config else name
+    work_offline_if_cut_off(name)
     try:
         found = datasets.load_dataset(name, config, trust_remote_code=False)
     except Exception as error:  # as above
