@@ -3,51 +3,137 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import ModelError, first_line
+from treadle.template_process import TemplateProcess
 from treadle.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Codec:
-    """A model's tokenizer and chat template, with just what Treadle needs of them."""
+_CONTINUED = "\N{WHITE SQUARE}continued\N{WHITE SQUARE} "
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int], name: str):
+
+class Codec:
+    """A model's tokenizer and chat template, with just what Treadle needs of them.
+
+    `template_kwargs` are variables that every rendering of the chat template gets, such as `enable_thinking`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: frozenset[int],
+        name: str,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.name = name
+        self.template_kwargs = dict(template_kwargs or {})
+        self._templates: dict[str, TemplateProcess] = {}
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a plain text prompt, with the special tokens the tokenizer adds by itself."""
-        return list(self.tokenizer(text)["input_ids"])
+        """Return the token ids of a plain text prompt, with what the tokenizer puts before a text by itself.
 
-    def render_messages(self, messages: Sequence[Message]) -> str:
-        """Messages as the text the model sees, ending where its answer begins.
+        A text that starts with that already, as pre-rendered prompts do, gets it once. What the tokenizer puts behind
+        a text, such as an end of sequence, is left out: the prompt goes on.
 
-        Raises `ModelError` where there is no chat template or the template refuses the messages.
+        Raises:
+            ModelError: if the tokenizer can't encode the text.
+        """
+        starts, behind = self._added_around
+        if text.startswith(starts):
+            return self.encode_rendered(text)
+        token_ids = self._encode(text, add_special_tokens=True)
+        return token_ids[: -len(behind)] if behind and token_ids[-len(behind) :] == behind else token_ids
+
+    @cached_property
+    def _added_around(self) -> tuple[tuple[str, ...], list[int]]:
+        """What a prompt may start with already, as text, and the ids the tokenizer puts behind a text."""
+        before, behind = self._encode("", add_special_tokens=True), []
+        for probe in ("a", "1", " "):
+            plain, whole = self._encode(probe, add_special_tokens=False), self._encode(probe, add_special_tokens=True)
+            places = [i for i in range(len(whole)) if plain and whole[i : i + len(plain)] == plain]
+            if places:
+                before, behind = whole[: places[0]], whole[places[0] + len(plain) :]
+                break
+        starts = (self.tokenizer.bos_token, self.decode(before) if before else None)
+        return tuple(str(start) for start in starts if start), behind
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        except Exception as error:  # one without an unknown token raises for characters it does not have
+            raise ModelError(
+                f"the tokenizer of {self.name!r} can't encode {text[:40]!r}: {first_line(error)}"
+            ) from error
+
+    def render_messages(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        continue_final: bool = False,
+    ) -> str:
+        """Return messages as the text the model sees, ending where its answer begins.
+
+        Args:
+            messages: the conversation.
+            tools: JSON schemas of the functions that the model may call.
+            continue_final: end inside the last message, which the model continues, instead of with a new answer.
+        Raises:
+            ModelError: if there is no chat template, it refuses the messages, or it has to be stopped.
         """
         if not self.has_chat_template:
             raise ModelError(
                 f"the tokenizer of {self.name!r} has no chat template; use plain text prompts without --apply-chat-template, "
                 "or an instruct model"
             )
+        given = [dict(message) for message in messages]
+        if continue_final:
+            given[-1]["content"] = f"{given[-1]['content']}{_CONTINUED}"
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
-                )
+            text = self._apply_template(
+                given, None if tools is None else [dict(tool) for tool in tools], continue_final
             )
         except Exception as error:  # templates are Jinja programs: they raise what they like
-            raise ModelError(f"the chat template of {self.name!r} refused the messages: {error}") from error
+            raise ModelError(
+                f"the chat template of {self.name!r} refused the messages: {first_line(error)[:500]}"
+            ) from error
+        if not continue_final:
+            return text
+        head, found, behind = text.rpartition(_CONTINUED.strip())
+        if not found:
+            raise ModelError(
+                f"the chat template of {self.name!r} does not keep the last message; it can't be continued"
+            )
+        return head if behind.startswith(" ") else head.rstrip()  # a template that strips contents strips this one
+
+    def _apply_template(self, messages: list[Any], tools: list[Any] | None, continue_final: bool) -> str:
+        from transformers import PreTrainedTokenizerBase
+
+        tokenizer = self.tokenizer
+        given: dict[str, Any] = {"tools": tools, "add_generation_prompt": not continue_final}
+        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            return str(  # a library's own code instead of a template that came with the model
+                tokenizer.apply_chat_template(messages, tokenize=False, **given, **self.template_kwargs)
+            )
+        template = tokenizer.get_chat_template(tools=tools)
+        if template not in self._templates:
+            self._templates[template] = TemplateProcess(template)
+        special = tokenizer.special_tokens_map
+        context = {**special, **self.template_kwargs, "messages": messages, "documents": None, **given}
+        return self._templates[template].render(context)
 
     def encode_reply(self, turn: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the token ids between a turn the model sampled and its next one: the end of the turn, then the messages.
@@ -75,7 +161,7 @@ class Codec:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of text that `render_messages` made: its special tokens are already in it."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included; never to be tokenised again."""
@@ -156,8 +242,8 @@ def _eos_ids(path: str, num_known: int) -> set[int]:
     return found
 
 
-def load_codec(path: str) -> Codec:
-    """Load the tokenizer of a model folder or hub id.
+def load_codec(path: str, template_kwargs: Mapping[str, Any] | None = None) -> Codec:
+    """Load the tokenizer of a model folder or hub id; `template_kwargs` are variables of its chat template.
 
     An answer ends with any end-of-sequence id of the tokenizer, generation_config.json or config.json.
 
@@ -177,4 +263,4 @@ def load_codec(path: str) -> Codec:
     eos = _eos_ids(path, len(tokenizer))
     if tokenizer.eos_token_id is not None:
         eos.add(int(tokenizer.eos_token_id))
-    return Codec(tokenizer, frozenset(eos), path)
+    return Codec(tokenizer, frozenset(eos), path, template_kwargs)

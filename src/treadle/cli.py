@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a reader that went away is noticed here, not while Python shuts down
         return code
     except TreadleError as error:
-        print(f"treadle: error: {error}", file=sys.stderr)
+        _report(f"error: {error}")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("treadle: interrupted", file=sys.stderr)
@@ -70,15 +70,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _last_resort(error)
 
 
+def _report(text: str) -> None:
+    """Print a message whose words may come from files and models, so that none of them acts on the terminal.
+
+    The faults of a configuration are a line each; everything else is one line.
+    """
+    from treadle.observe.show_text import visible
+
+    print("treadle: " + "\n  ".join(visible(line) for line in text.split("\n  ")), file=sys.stderr)
+
+
 def _last_resort(error: Exception) -> int:
     """Report in one line what nothing below foresaw: a machine that ran out of something, else a fault in Treadle."""
     what = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "not enough memory" in what or "out of memory" in what:
         remedy = "`treadle plan` shows what a run takes; lower its batch sizes or use a smaller model"
-        print(f"treadle: error: this needs more memory than there is: {remedy}", file=sys.stderr)
+        _report(f"error: this needs more memory than there is: {remedy}")
         return EXIT_USER_ERROR
     if isinstance(error, OSError) and error.filename is not None:
-        print(f"treadle: error: can't use {str(error.filename)!r}: {error.strerror}", file=sys.stderr)
+        _report(f"error: can't use {str(error.filename)!r}: {error.strerror}")
         return EXIT_USER_ERROR
     import tempfile
     import traceback
@@ -89,10 +99,9 @@ def _last_resort(error: Exception) -> int:
         file.write("".join(traceback.format_exception(error)))
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(frame.filename).name}:{frame.lineno}"
-    print(
-        f"treadle: internal error: {type(error).__name__}: {what[:300]} ({place}); please report it with {file.name}, "
-        "which holds the traceback",
-        file=sys.stderr,
+    _report(
+        f"internal error: {type(error).__name__}: {what[:300]} ({place}); please report it with {file.name}, which holds the "
+        "traceback"
     )
     return EXIT_INTERNAL_ERROR
 
@@ -219,7 +228,7 @@ def _model(words: list[str]) -> int:
         from treadle.run.start import export
 
         def warn(text: str) -> None:
-            print(f"treadle: warning: {text}", file=sys.stderr)
+            _report(f"warning: {text}")
 
         print(export(given.checkpoint, given.out, given.dtype, warn))
     return 0

@@ -124,6 +124,53 @@ def test_what_a_template_raises_is_told_in_one_line(codec_with):
         codec.render_messages([{"role": "user", "content": "a"}])
 
 
+def test_a_template_that_explodes_is_one_line_that_names_the_model(codec_with):
+    with pytest.raises(ModelError, match="the chat template of 'other' refused the messages: it makes far more text"):
+        codec_with("{{ 'x' * 2000000 }}").render_messages([{"role": "user", "content": "a"}])
+    with pytest.raises(ModelError, match=r"refused the messages: first$"):
+        codec_with("{{ raise_exception('first\nsecond') }}").render_messages([{"role": "user", "content": "a"}])
+
+
+@pytest.fixture
+def make_tokenizer():
+    """A tokenizer of characters whose post-processor puts tokens around a text, as `<s> $A </s>`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def make(around, unknown="?"):
+        vocab = {token: i for i, token in enumerate(["</s>", "<s>", "?", *"abc "])}
+        tokenizer = Tokenizer(models.WordLevel(vocab=vocab, **({"unk_token": unknown} if unknown else {})))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        special = [(token, vocab[token]) for token in ("<s>", "</s>")]
+        tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=special)
+        wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+        return Codec(wrapped, frozenset({0}), "around")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("around", "want"),
+    [("$A", [3, 4]), ("<s> $A", [1, 3, 4]), ("<s> $A </s>", [1, 3, 4]), ("$A </s>", [3, 4])],
+)
+def test_a_plain_prompt_begins_once_and_does_not_end(make_tokenizer, around, want):
+    codec = make_tokenizer(around)
+    assert codec.encode_text("ab") == want
+    assert codec.encode_text("<s>ab") == [1, 3, 4]
+    assert codec.encode_text("<s><s>ab") == [1, 1, 3, 4]  # what a text says itself stays
+    assert codec.encode_text("ab</s>") == [*want, 0]
+    assert codec.encode_rendered("ab") == [3, 4]
+
+
+def test_a_tokenizer_without_an_unknown_token_names_what_it_can_not_encode(make_tokenizer):
+    codec = make_tokenizer("<s> $A", unknown=None)
+    assert codec.encode_text("ab") == [1, 3, 4]
+    with pytest.raises(ModelError, match=r"the tokenizer of 'around' can't encode 'axb': .*UNK") as caught:
+        codec.encode_text("axb")
+    assert "\n" not in str(caught.value)
+
+
 def test_a_template_that_drops_earlier_answers_can_not_continue(codec_with):
     codec = codec_with("{{ messages[-1].content }}<bot>")
     assert codec.render_messages([{"role": "user", "content": "a"}]) == "a<bot>"

@@ -10,6 +10,7 @@ import pytest
 import treadle
 from treadle.cli import main
 from treadle.config import Config, load_config
+from treadle.errors import ConfigError
 
 
 def run(*argv: str, capsys) -> tuple[int, str, str]:
@@ -176,3 +177,13 @@ def test_a_machine_that_ran_out_of_something_is_one_line_and_exit_2(error, part,
     code, _, err = run("plan", capsys=capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert part in err
+
+
+def test_words_of_a_file_in_a_message_do_not_act_on_the_terminal(monkeypatch, capsys):
+    def refused(words):
+        raise ConfigError("2 faults:\n  \x1b[31mred\r\n  a\x07\nb \u202ec")
+
+    monkeypatch.setattr("treadle.cli._plan", refused)
+    code, _, err = run("plan", capsys=capsys)
+    assert code == 2
+    assert err == "treadle: error: 2 faults:\n  ␛[31mred␍\n  a␇⏎b \\u202ec\n"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ from treadle.config.sections import Config
 from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
 from treadle.registry import suggestion
+from treadle.regular_file import read_regular
 
 Values = dict[str, Any]
 """Raw values by field name; a name says its section by itself."""
@@ -41,7 +40,7 @@ def read_recipe(path: Path) -> Values:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        text = _read_file(path).decode("utf-8-sig")  # editors of Windows write a mark in front
+        text = read_regular(path, _MAX_RECIPE_BYTES).decode("utf-8-sig")  # editors of Windows write a mark in front
     except FileNotFoundError:
         raise ConfigError(f"no recipe at {written(path)}{_siblings(path)}") from None
     except UnicodeDecodeError as error:
@@ -57,21 +56,6 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: lists or tables are nested too deep; a recipe has sections with fields") from None
     except ValueError:  # Python reads no integers of over 4300 digits, nor the 31st of February
         raise ConfigError(f"{path}: a number or date in it is out of range; an integer fits in 64 bits") from None
-
-
-def _read_file(path: Path) -> bytes:
-    """The bytes of a regular file that is not too large to be a recipe; a pipe or a device might never end."""
-    with open(
-        os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
-    ) as file:  # without the flag, a pipe waits for its writer
-        found = os.fstat(file.fileno())
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is not a file but a pipe or a device")
-        if found.st_size > _MAX_RECIPE_BYTES:
-            raise ValueError(f"it has {found.st_size} bytes, a recipe at most {_MAX_RECIPE_BYTES}")
-        return file.read()
 
 
 def _siblings(path: Path) -> str:

@@ -149,7 +149,7 @@ def read_folder(path: Path, split: str | None) -> ArrowReader:
         if saved:
             found = datasets.load_from_disk(str(path))
         else:
-            found = datasets.load_dataset(str(path), trust_remote_code=False)
+            found = datasets.load_dataset(str(path.resolve()), trust_remote_code=False)
     except Exception as error:  # as above
         raise DataError(
             f"folder {str(path)!r} holds no readable data set ({first_line(error)}); it takes what "

@@ -15,7 +15,9 @@ from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
+from treadle.models.sizes import check_sizes
 from treadle.models.weight_checks import check_weights
+from treadle.regular_file import NOT_REGULAR, irregular_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -73,17 +75,29 @@ def is_model_folder(path: Path) -> bool:
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """Read a model's config.json; raises `ModelError` with the path where it can't be read."""
+    """Read a model's config.json; raises `ModelError` with the path if it can't be read or its sizes are no model's.
+
+    transformers' own reports are switched off here, where every model begins: what matters in them is an error or a
+    warning of ours.
+    """
     from transformers import AutoConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
     if not Path(path).exists() and path.startswith(("/", "./", "../", "~")):  # else it may be a hub id
         raise ModelError(f"no model at {path!r}: no such folder")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path!r} is not a model folder: it has no config.json")
+    for file in irregular_files(Path(path)):
+        raise ModelError(f"{path!r} is not a model folder: {file.name} is {NOT_REGULAR}")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # hub, JSON and validation errors alike
         raise ModelError(f"no model at {path!r}: {first_line(error)}") from error
+    check_sizes(path, config)
+    return config
 
 
 def load_model(
@@ -95,19 +109,32 @@ def load_model(
     generates. `fused` replaces norms (`models/norm.py`), attention's projections and the MLP (`models/fused.py`) by ours.
     Raises `ModelError` for a folder that is not a causal language model or an architecture that can't be packed.
     """
+    model = read_model(path, dtype, attn_implementation=register_attention())
+    model.to(device)
+    model.requires_grad_(trainable)
+    model.eval()
+    _switch_dropout_off(model)
+    if fused:
+        fuse_norms(model)
+        fuse_layers(model)
+    check_forward(model, FORWARD_TOLERANCE[dtype])
+    return model
+
+
+def read_model(path: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Read a model folder as transformers does, with `options` for it; raises `ModelError` unless every weight fits."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
     config = load_config(path)
-    transformers_logging.disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=register_attention(),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_weights names them
             trust_remote_code=False,
+            **options,
         )
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
@@ -119,14 +146,6 @@ def load_model(
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {path!r}: {first_line(error)}") from error
     check_weights(path, model, found)
-    model.to(device)
-    model.requires_grad_(trainable)
-    model.eval()
-    _switch_dropout_off(model)
-    if fused:
-        fuse_norms(model)
-        fuse_layers(model)
-    check_forward(model, FORWARD_TOLERANCE[dtype])
     return model
 
 
@@ -165,14 +184,7 @@ def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
 
     Files may name weights otherwise (fused experts, say): transformers knows how, so it reads them.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:
-        raise ModelError(f"can't load a causal language model from {str(folder)!r}: {first_line(error)}") from error
+    model = read_model(str(folder), torch.float32)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 

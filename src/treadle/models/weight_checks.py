@@ -28,8 +28,13 @@ def check_weights(path: str, model: PreTrainedModel, found: Mapping[str, Any]) -
         model: the loaded model.
         found: the loading info that `from_pretrained` gives.
     Raises:
-        ModelError: if a weight is missing, has no place in the model, or is not finite.
+        ModelError: if a weight is missing, has no place in the model, is of another shape, or is not finite.
     """
+    for name, stored, wanted in sorted(found["mismatched_keys"])[:1]:
+        raise ModelError(
+            f"{path!r}: weight {name!r} has shape {tuple(stored)}, but its config.json asks for {tuple(wanted)} "
+            f"({len(found['mismatched_keys'])} weights differ so); restore the config.json that belongs to the weights"
+        )
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if missing:
         raise ModelError(

@@ -234,8 +234,3 @@ async def open_eval_sets(
         sampling, n = eval_sampling(config, override)
         sets.append(EvalSet(name, prompts, sampling, n, own))
     return sets
-
-
-def save_folder(config: Config, run_folder: Path) -> Path:
-    """Where checkpoints go: `save`, or `checkpoints` in the run folder."""
-    return Path(config.checkpoint.save) if config.checkpoint.save is not None else run_folder / "checkpoints"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.config import Config, RunLength, batch_arithmetic, check_config, parse_eval_sets, run_length
-from treadle.errors import ModelError, first_line
+from treadle.errors import ModelError
 from treadle.run.memory import MachineMemory, ModelShape, gib, machine_memory, memory_of_workers
 
 if TYPE_CHECKING:
@@ -85,16 +85,12 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
 def _model_shape(config: Config, path: str) -> ModelShape:
     """The model's numbers from its config.json and a model without storage."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from treadle.models.load import compute_dtype, context_length, kv_heads_of, load_config, pick_device
+    from treadle.models.sizes import build_on_meta
 
     hf_config = load_config(path)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-    except Exception as error:  # whatever an architecture's code raises
-        raise ModelError(f"can't build a causal language model from {path!r}: {first_line(error)}") from error
+    model = build_on_meta(path, hf_config)
     text_config = hf_config.get_text_config()
     linears = [m for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
     kv_heads, head_dim = kv_heads_of(text_config)

@@ -333,9 +333,9 @@ class Trainer:
         check_same_model(checkpoint, tensors, self.optimizer.params)
         self.optimizer.load_masters(tensors)
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
-        self.optimizer.num_steps = checkpoint.state["optimizer_steps"]
+        self.optimizer.num_steps = checkpoint.entry("optimizer_steps", int)
         if self.config.algorithm.kl_target is not None and "kl_weight" in checkpoint.state:
-            self.objective = replace(self.objective, kl_weight=checkpoint.state["kl_weight"])
+            self.objective = replace(self.objective, kl_weight=checkpoint.entry("kl_weight", float))
         self.planner.load_state(checkpoint.state)
         if self.critic is not None:
             self.critic.load(checkpoint)

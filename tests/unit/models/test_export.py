@@ -64,7 +64,7 @@ def test_half_a_model_leaves_nothing_behind(tiny_model_dir, tmp_path, missing):
     (source / missing).unlink()
     with pytest.raises(ModelError) as caught:
         export_model(source, tmp_path / "out", "float32")
-    assert f"can't export {str(source)!r}" in str(caught.value)
+    assert repr(str(source)) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 

@@ -86,4 +86,5 @@ def load_environment(path: str) -> Environment:
     if not inspect.isclass(found):
         return found
     with user_code(lambda what: ConfigError(f"environment {path!r} can't be made: it {what}")):
-        return found()
+        environment: Environment = found()
+    return environment

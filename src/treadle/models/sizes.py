@@ -1,0 +1,49 @@
+"""The numbers of a model's config.json, checked before a module is built from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from treadle.errors import ModelError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_LARGEST = {
+    "num_hidden_layers": 1024,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 26,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+}
+"""Several times what the largest models have; a module of more would be built for minutes, or never."""
+
+
+def check_sizes(path: str, config: PretrainedConfig) -> None:
+    """Raise `ModelError` if a size of the model at `path` is no integer, below 1, or more than any model has.
+
+    A size that the architecture has not, or has for each layer, is left to the architecture.
+    """
+    text_config = config.get_text_config()
+    for name, largest in _LARGEST.items():
+        value = getattr(text_config, name, None)
+        if value is None or isinstance(value, list | tuple):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+            raise ModelError(f"{path!r}: config.json has {name} = {str(value)[:40]}; it must be from 1 to {largest}")
+
+
+def build_on_meta(path: str, config: PretrainedConfig) -> PreTrainedModel:
+    """Build the module of a config without memory for weights; raises `ModelError` for whatever its code raises."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"can't build a causal language model from {path!r}: {first_line(error)}") from error
+    return model
