@@ -106,7 +106,7 @@ def test_the_number_of_turns_and_of_tokens_is_bounded(play) -> None:
         (["x"], "returned a list whose item 0 is of type str"),
         ([{"role": "user", "content": "x"}, {"text": "x"}], r"returned a message with the keys \['text'\]"),
         ([{"role": "user", "content": 1 / 3, "when": object}], ""),  # the template makes what it can of it
-        ("\ud800", "raised"),
+        ("\ud800", "can't encode"),
     ],
 )
 def test_a_reply_of_the_wrong_kind_fails_its_sample_only(play, reply, why) -> None:

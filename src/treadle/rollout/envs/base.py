@@ -7,7 +7,7 @@ sampled is never tokenised again, what the environment said is tokenised once an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from treadle.errors import ConfigError
@@ -83,8 +83,9 @@ def load_environment(path: str) -> Environment:
     found = find_environment(path)
     if inspect.iscoroutinefunction(found):
         return _FunctionEnvironment(found)
-    if not inspect.isclass(found):
-        return found
-    with user_code(lambda what: ConfigError(f"environment {path!r} can't be made: it {what}")):
-        environment: Environment = found()
+    environment: Environment = found
+    if inspect.isclass(found):
+        make: Callable[[], Environment] = found
+        with user_code(lambda what: ConfigError(f"environment {path!r} can't be made: it {what}")):
+            environment = make()
     return environment
