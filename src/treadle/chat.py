@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import ModelError, first_line
+from treadle.hub import work_offline_if_cut_off
 from treadle.template_process import TemplateProcess
 from treadle.types import Message
 
@@ -254,6 +255,7 @@ def load_codec(path: str, template_kwargs: Mapping[str, Any] | None = None) -> C
 
     if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
         raise ModelError(f"no tokenizer in {path!r}; a model folder needs tokenizer.json beside config.json")
+    work_offline_if_cut_off(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the loader raises many kinds for the same cause

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import DataError
+from treadle.hub import work_offline_if_cut_off
 from treadle.registry import suggestion
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> ArrowReader:
     import datasets
 
     shown = f"{name}:{config}" if config else name
+    work_offline_if_cut_off(name)
     try:
         found = datasets.load_dataset(name, config, trust_remote_code=False)
     except Exception as error:  # as above

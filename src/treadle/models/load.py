@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treadle.errors import ModelError, first_line
+from treadle.hub import work_offline_if_cut_off
 from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
@@ -92,6 +93,7 @@ def load_config(path: str) -> PretrainedConfig:
         raise ModelError(f"{path!r} is not a model folder: it has no config.json")
     for file in irregular_files(Path(path)):
         raise ModelError(f"{path!r} is not a model folder: {file.name} is {NOT_REGULAR}")
+    work_offline_if_cut_off(path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # hub, JSON and validation errors alike
