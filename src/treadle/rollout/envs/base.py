@@ -7,8 +7,8 @@ sampled is never tokenised again, what the environment said is tokenised once an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from treadle.errors import ConfigError
 from treadle.registry import resolve, user_code
@@ -83,9 +83,7 @@ def load_environment(path: str) -> Environment:
     found = find_environment(path)
     if inspect.iscoroutinefunction(found):
         return _FunctionEnvironment(found)
-    environment: Environment = found
-    if inspect.isclass(found):
-        make: Callable[[], Environment] = found
-        with user_code(lambda what: ConfigError(f"environment {path!r} can't be made: it {what}")):
-            environment = make()
-    return environment
+    if not inspect.isclass(found):
+        return cast(Environment, found)
+    with user_code(lambda what: ConfigError(f"environment {path!r} can't be made: it {what}")):
+        return cast(Environment, found())
