@@ -103,10 +103,10 @@ def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing
         return None
     path = resolve(name, fetch_missing=fetch_missing)
     theirs, limits = load_codec(path).vocabulary(), load_config(path).get_text_config()
-    own_rows = load_config(resolve(config.model.hf_checkpoint, fetch_missing=False)).get_text_config().vocab_size
+    needed = codec.largest_id[0] + 1
     other = next((token for token, number in codec.vocabulary().items() if theirs.get(token) != number), None)
-    if other is not None or limits.vocab_size < own_rows:
-        what = f"{limits.vocab_size} rows for the model's {own_rows}" if other is None else f"{other!r} differs"
+    if other is not None or limits.vocab_size < needed:
+        what = f"embeddings for {limits.vocab_size} of {needed} ids" if other is None else f"{other!r} differs"
         raise ConfigError(
             f"opd_teacher_load {name!r} has another vocabulary than {config.model.hf_checkpoint!r} ({what}): distillation "
             "compares the logprob of the same token; choose a teacher with the same tokenizer"
