@@ -258,3 +258,9 @@ def context_length(config: PretrainedConfig) -> int:
     """Longest sequence the model's positions allow, in tokens."""
     limited = hasattr(config, "max_position_embeddings") and config.max_position_embeddings
     return int(config.max_position_embeddings) if limited else 1 << 30
+
+
+def embedding_rows(config: PretrainedConfig) -> int | None:
+    """Return how many ids a model has embeddings for; None if its config does not say."""
+    text = config.get_text_config()
+    return int(text.vocab_size) if hasattr(text, "vocab_size") else None

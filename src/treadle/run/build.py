@@ -18,7 +18,7 @@ from treadle.observe.progress import Progress
 from treadle.rollout.conversation import Conversation, TurnLimits
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
-from treadle.rollout.envs import load_environment
+from treadle.rollout.envs import IsolatedEnvironment
 from treadle.rollout.manager import RolloutManager
 from treadle.rollout.rewards import RewardScorer, build_scorer
 from treadle.run.compute import ComputeThread
@@ -103,10 +103,10 @@ def find_teacher(config: Config, codec: Codec, max_prompt: int, *, fetch_missing
         return None
     path = resolve(name, fetch_missing=fetch_missing)
     theirs, limits = load_codec(path).vocabulary(), load_config(path).get_text_config()
-    own_rows = load_config(resolve(config.model.hf_checkpoint, fetch_missing=False)).get_text_config().vocab_size
+    needed = codec.largest_id[0] + 1
     other = next((token for token, number in codec.vocabulary().items() if theirs.get(token) != number), None)
-    if other is not None or limits.vocab_size < own_rows:
-        what = f"{limits.vocab_size} rows for the model's {own_rows}" if other is None else f"{other!r} differs"
+    if other is not None or limits.vocab_size < needed:
+        what = f"embeddings for {limits.vocab_size} of {needed} ids" if other is None else f"{other!r} differs"
         raise ConfigError(
             f"opd_teacher_load {name!r} has another vocabulary than {config.model.hf_checkpoint!r} ({what}): distillation "
             "compares the logprob of the same token; choose a teacher with the same tokenizer"
@@ -192,13 +192,17 @@ def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec, comp
     return TorchEngine(model, codec, limits, compute.executor)
 
 
-def manager_of(config: Config, engine: Engine, codec: Codec, max_length: int) -> RolloutManager:
-    """The manager that feeds an engine whose model has a context of `max_length`."""
+async def open_manager(
+    config: Config, engine: Engine, codec: Codec, max_length: int, stack: AsyncExitStack
+) -> RolloutManager:
+    """Open the manager that feeds an engine whose model has a context of `max_length`."""
     rollout = config.rollout
     conversation = None
     if rollout.custom_env_path is not None:
-        limits = TurnLimits(rollout.env_max_turns, rollout.env_timeout_seconds, max_length)
-        conversation = Conversation(engine, codec, load_environment(rollout.custom_env_path), limits)
+        environment = await IsolatedEnvironment.open(rollout.custom_env_path, rollout.env_timeout_seconds)
+        stack.push_async_callback(environment.close)
+        limits = TurnLimits(rollout.env_max_turns, max_length)
+        conversation = Conversation(engine, codec, environment, limits)
     return RolloutManager(
         engine,
         codec,

@@ -66,6 +66,7 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     from treadle.chat import load_codec
     from treadle.models.bundled import resolve
     from treadle.run.build import find_teacher, longest_prompt, resolve_objective
+    from treadle.run.vocabulary import check_vocabulary
 
     if not config.debug.debug_rollout_only:
         resolve_objective(config)
@@ -74,7 +75,9 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     if path != name and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{name} is not on this machine yet; `treadle model fetch {name}` downloads it")
     shape = _model_shape(config, path)
-    codec, max_prompt = load_codec(path), longest_prompt(config, path)
+    codec = load_codec(path)
+    check_vocabulary(config, codec, path, fetch_missing=False)
+    max_prompt = longest_prompt(config, path)
     teacher = find_teacher(config, codec, max_prompt, fetch_missing=False)
     if teacher is not None:
         shape = replace(shape, teacher_parameters=_model_shape(config, teacher).parameters)

@@ -70,6 +70,7 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         decode_text: Callable[[Sequence[int]], str],
         limits: EngineLimits,
+        unused_ids: Sequence[int] = (),
     ):
         self.model = model
         self.inference = inference_model(model, fused=limits.fused)
@@ -85,6 +86,7 @@ class Scheduler:
         self.store: KVStore | None = None
         self.device = model.get_input_embeddings().weight.device
         self._settings: SamplingTensors | None = None
+        self._unused = torch.tensor(unused_ids, dtype=torch.int64, device=self.device) if unused_ids else None
 
     @property
     def has_work(self) -> bool:
@@ -244,7 +246,8 @@ class Scheduler:
         self._settings = settings if everyone else None
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         uniform = uniforms(seeds, np.array([len(row.token_ids) for row in rows]))
-        tokens, logprobs = sample(logits, settings, torch.from_numpy(uniform).to(self.device), self.inference.kernels)
+        draws = torch.from_numpy(uniform).to(self.device)
+        tokens, logprobs = sample(logits, settings, draws, self.inference.kernels, self._unused)
         ended: list[tuple[int, Status, str]] = []
         for i, row, token, logprob in zip(indices, rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.token_ids.append(token)
