@@ -20,7 +20,7 @@ from treadle.rollout.conversation import Conversation, TurnLimits
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
 from treadle.rollout.engines.torch_engine.check import check_generation
-from treadle.rollout.envs import load_environment
+from treadle.rollout.envs import IsolatedEnvironment
 from treadle.rollout.manager import RolloutManager
 from treadle.rollout.rewards import RewardScorer, build_scorer
 from treadle.run.compute import ComputeThread
@@ -216,13 +216,17 @@ def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec, comp
     return TorchEngine(model, codec, limits, compute.executor)
 
 
-def manager_of(config: Config, engine: Engine, codec: Codec, max_length: int) -> RolloutManager:
-    """The manager that feeds an engine whose model has a context of `max_length`."""
+async def open_manager(
+    config: Config, engine: Engine, codec: Codec, max_length: int, stack: AsyncExitStack
+) -> RolloutManager:
+    """Open the manager that feeds an engine whose model has a context of `max_length`."""
     rollout = config.rollout
     conversation = None
     if rollout.custom_env_path is not None:
-        limits = TurnLimits(rollout.env_max_turns, rollout.env_timeout_seconds, max_length)
-        conversation = Conversation(engine, codec, load_environment(rollout.custom_env_path), limits)
+        environment = await IsolatedEnvironment.open(rollout.custom_env_path, rollout.env_timeout_seconds)
+        stack.push_async_callback(environment.close)
+        limits = TurnLimits(rollout.env_max_turns, max_length)
+        conversation = Conversation(engine, codec, environment, limits)
     return RolloutManager(
         engine,
         codec,
