@@ -21,10 +21,10 @@ _SWITCHES = {"longrope": "original_max_position_embeddings", "dynamic": "max_pos
 
 def context_length(config: PretrainedConfig) -> int:
     """Return the longest sequence that the model's positions allow and that Treadle computes exactly, in tokens."""
-    config = config.get_text_config()
-    limits = [length for _, length in _switches(config)]
-    if getattr(config, "max_position_embeddings", None):
-        limits.append(config.max_position_embeddings)
+    text = config.get_text_config()
+    limits = [length for _, length in _switches(text)]
+    if getattr(text, "max_position_embeddings", None):
+        limits.append(text.max_position_embeddings)
     return int(min(limits, default=1 << 30))
 
 
@@ -43,21 +43,20 @@ def check_length(config: PretrainedConfig, longest: int) -> None:
     Raises:
         ModelError: if they do.
     """
-    config = config.get_text_config()
-    if _switches(config) and longest > context_length(config):
+    if _switches(config.get_text_config()) and longest > context_length(config):
         raise ModelError(
             f"a sample of {longest} tokens is longer than the model's context of {context_length(config)}"
             f"{context_note(config)}; lower --rollout-max-prompt-len or --rollout-max-response-len"
         )
 
 
-def _switches(config: PretrainedConfig) -> list[tuple[str, int]]:
+def _switches(text: PretrainedConfig) -> list[tuple[str, int]]:
     """Return the type of each kind of rotary positions that switches, and the longest sequence before it does."""
-    found = getattr(config, "rope_parameters", None) or {}
+    found = getattr(text, "rope_parameters", None) or {}
     switches = []
     for part in [part for part in found.values() if isinstance(part, dict)] or [found]:
         kind = part.get("rope_type", part.get("type"))
         if kind in _SWITCHES:
-            length = part.get(_SWITCHES[kind]) or getattr(config, _SWITCHES[kind], None)
+            length = part.get(_SWITCHES[kind]) or getattr(text, _SWITCHES[kind], None)
             switches += [(kind, int(length))] if length else []
     return switches

@@ -263,9 +263,9 @@ def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def kv_heads_of(config: PretrainedConfig) -> tuple[int, int]:
+def kv_heads_of(hf_config: PretrainedConfig) -> tuple[int, int]:
     """How many key/value heads a layer has, and their size; of layers that differ, the largest of both."""
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    layers = hf_config.per_layer_config if getattr(hf_config, "is_heterogeneous", False) else [hf_config]
     heads = max(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers)
     sizes = [getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers]
     return int(heads), int(max(sizes))

@@ -58,16 +58,16 @@ _TOKENS = re.compile(r"_(token_)?(id|ids|index|idx)$")
 _KEPT = re.compile(r"cycles$|^seed$|^expand|_expand$|n_langs|num_codebooks|groups$|^hc_|ngram|altup|conv")
 
 
-def miniature(config: PretrainedConfig) -> PretrainedConfig:
+def miniature(large: PretrainedConfig) -> PretrainedConfig:
     """Return a small config of the same class and with the same features."""
-    layers = _kept_layers(config)
-    apart: dict[str, dict[str, Any]] = config.to_dict().get("per_layer_config") or {}
-    small = type(config).from_dict({**config.to_dict(), "per_layer_config": {}}) if apart else copy.deepcopy(config)
+    layers = _kept_layers(large)
+    apart: dict[str, dict[str, Any]] = large.to_dict().get("per_layer_config") or {}
+    small = type(large).from_dict({**large.to_dict(), "per_layer_config": {}}) if apart else copy.deepcopy(large)
     for name in small.sub_configs:
         part = getattr(small, name, None)
         if part is not None and not isinstance(part, dict):
             setattr(small, name, miniature(part))
-    for name, value in config.to_dict().items():
+    for name, value in large.to_dict().items():
         if name in small.sub_configs or name in (
             "model_type",
             "transformers_version",
@@ -77,17 +77,17 @@ def miniature(config: PretrainedConfig) -> PretrainedConfig:
             continue
         if _LAYER_COUNTS.search(name) and isinstance(value, int):
             setattr(small, name, len(layers))
-        elif isinstance(value, list) and len(value) == _num_layers(config):
-            setattr(small, name, [_shrunk(name, value[i], config) for i in layers])
+        elif isinstance(value, list) and len(value) == _num_layers(large):
+            setattr(small, name, [_shrunk(name, value[i], large) for i in layers])
         else:
-            shrunk = _shrunk(name, value, config)
+            shrunk = _shrunk(name, value, large)
             if shrunk != value:
                 setattr(small, name, shrunk)
-    if getattr(config, "qk_nope_head_dim", None):  # a key's head is a part with positions beside one without
-        if config.head_dim == config.qk_rope_head_dim:
+    if getattr(large, "qk_nope_head_dim", None):  # a key's head is a part with positions beside one without
+        if large.head_dim == large.qk_rope_head_dim:
             small.head_dim = small.qk_rope_head_dim
         small.qk_head_dim = small.qk_nope_head_dim + small.qk_rope_head_dim
-    rope = getattr(config, "rope_parameters", None)
+    rope = getattr(large, "rope_parameters", None)
     if rope:
         small.rope_parameters = _shrunk_rope(rope, small)
     if not apart:
@@ -95,18 +95,18 @@ def miniature(config: PretrainedConfig) -> PretrainedConfig:
     kept = {
         i: apart.get(f"{layer:02d}", {}) for i, layer in enumerate(layers)
     }  # twice as wide: unlike the other layers
-    wide = {f"{i:02d}": {k: 2 * _shrunk(k, v, config) for k, v in own.items()} for i, own in kept.items() if own}
-    return type(config).from_dict({**small.to_dict(), "per_layer_config": wide})
+    wide = {f"{i:02d}": {k: 2 * _shrunk(k, v, large) for k, v in own.items()} for i, own in kept.items() if own}
+    return type(large).from_dict({**small.to_dict(), "per_layer_config": wide})
 
 
-def _num_layers(config: PretrainedConfig) -> int:
-    return int(getattr(config, "num_hidden_layers", None) or 2)
+def _num_layers(large: PretrainedConfig) -> int:
+    return int(getattr(large, "num_hidden_layers", None) or 2)
 
 
-def _kept_layers(config: PretrainedConfig) -> list[int]:
+def _kept_layers(large: PretrainedConfig) -> list[int]:
     """Return two layers of each kind the config lists, in their order; without lists, the first few."""
-    count = _num_layers(config)
-    lists = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == count and count > 2]
+    count = _num_layers(large)
+    lists = [v for v in large.to_dict().values() if isinstance(v, list) and len(v) == count and count > 2]
     kinds = [tuple(str(values[i]) for values in lists) for i in range(count)]
     kept: list[int] = []
     for i, kind in enumerate(kinds):
@@ -117,7 +117,7 @@ def _kept_layers(config: PretrainedConfig) -> list[int]:
     return kept[:MOST_LAYERS]
 
 
-def _shrunk(name: str, value: Any, config: PretrainedConfig) -> Any:
+def _shrunk(name: str, value: Any, large: PretrainedConfig) -> Any:
     """Return the small value of a config field; what is not a size stays."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value
@@ -126,7 +126,7 @@ def _shrunk(name: str, value: Any, config: PretrainedConfig) -> Any:
     if _KEPT.search(name):
         return value
     if re.search(r"(key_value|kv).*heads$", name):
-        heads = getattr(config, "num_attention_heads", None)
+        heads = getattr(large, "num_attention_heads", None)
         return 1 if value == 1 else HEADS if value == heads else HEADS // 2
     for pattern, size in _RULES:
         if pattern.search(name):
@@ -159,7 +159,7 @@ def miniature_model(config: PretrainedConfig, attention: str) -> PreTrainedModel
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)  # not torch.manual_seed, which seeds every device
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
