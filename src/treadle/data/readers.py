@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle.data.arrow_reader import read_csv, read_folder, read_hub, read_parquet
+from treadle.data.arrow_reader import ArrowReader, read_csv, read_folder, read_hub, read_parquet
 from treadle.data.depth import TOO_DEEP, is_too_deep
 from treadle.data.gym_reader import GYM_PREFIX, GymReader
 from treadle.data.json_reader import JsonReader
@@ -104,6 +104,15 @@ class SlicedReader:
 
     def locate(self, index: int) -> str:
         return self._reader.locate(self._start + index)
+
+    @property
+    def adds_nulls(self) -> bool:
+        return adds_nulls(self._reader)
+
+
+def adds_nulls(reader: Reader) -> bool:
+    """Return whether a reader gives each object in a column the keys of all others, as None; Arrow does."""
+    return bool(getattr(reader, "adds_nulls", False))
 
 
 def open_reader(source: str) -> Reader:
@@ -248,6 +257,8 @@ def _open_object(location: str) -> Reader:
     if all(hasattr(found, name) for name in ("row", "column", "locate", "__len__")):
         reader: Reader = found
         return reader
+    if type(found).__module__.startswith("datasets.") and hasattr(found, "column_names"):
+        return ArrowReader(found, location)
     if isinstance(found, str | bytes | Mapping) or not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise DataError(
             f"data reader {location!r} gave a {type(found).__name__}; it must give a Reader or a sequence of dict rows"

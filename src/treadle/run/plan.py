@@ -74,7 +74,7 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     if path != name and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{name} is not on this machine yet; `treadle model fetch {name}` downloads it")
     shape = _model_shape(config, path)
-    codec, max_prompt = load_codec(path), longest_prompt(config, path)
+    codec, max_prompt = load_codec(path, config.data.template_kwargs), longest_prompt(config, path)
     teacher = find_teacher(config, codec, max_prompt, fetch_missing=False)
     if teacher is not None:
         shape = replace(shape, teacher_parameters=_model_shape(config, teacher).parameters)

@@ -50,7 +50,7 @@ def open_session(config: Config, progress: Progress) -> Session:
     config = _with_dtype(config, checkpoint)
     progress.phase("looking for the model")
     model_path = resolve(config.model.hf_checkpoint)
-    codec = load_codec(model_path)
+    codec = load_codec(model_path, config.data.template_kwargs)
     return Session(config, progress, checkpoint, model_path, codec, build.longest_prompt(config, model_path))
 
 
