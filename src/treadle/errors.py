@@ -37,6 +37,10 @@ class CheckpointError(TreadleError, RuntimeError):
     """A checkpoint can't be written, is damaged, or belongs to another model."""
 
 
+class RunFolderLostError(TreadleError, RuntimeError):
+    """The folder of a run was removed or moved while the run went on."""
+
+
 class EngineError(TreadleError, RuntimeError):
     """A rollout engine refused a request or failed."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from treadle.config import load_config
-from treadle.errors import ConfigError, ModelError
+from treadle.errors import CheckpointError, ConfigError, ModelError
 from treadle.models.bundled import fetch
 from treadle.run.start import train
 
@@ -69,10 +69,7 @@ class Killed:
 
         code = program.signal_when(is_time, signal.SIGKILL, RUN_SECONDS)
         assert code == -signal.SIGKILL, "the run ended before it was killed; make it longer"
-        if is_saved(self.resumed)():
-            self._load = ["--load", str(self.resumed)]
-        else:  # killed before the first save: there is nothing to resume
-            self.resumed = self.resumed.with_name(self.resumed.name + "-again")
+        self._load = ["--load", str(self.resumed)]
 
     def check(self, read_rows: Rows) -> None:
         self._finish(self.resumed)
@@ -109,13 +106,86 @@ def test_killed_on_the_quick_start_model(start_program: Callable[..., Any], tmp_
     run.check(read_rows)
 
 
-def test_a_run_folder_is_not_overwritten_and_a_finished_run_says_so(toy_flags: list[str], tmp_path: Path) -> None:
+def test_a_run_folder_is_not_overwritten_and_a_finished_run_says_so(
+    toy_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = [*toy_flags, "--num-rollout", "1", "--save-interval", "1", "--run-dir", str(tmp_path / "run")]
     train(load_config(None, flags), "toy")
     with pytest.raises(ConfigError, match="already holds a run"):
         train(load_config(None, flags), "toy")
+    before = contents(tmp_path / "run")
+    for _ in range(2):  # a script that tries until the exit code is 0 comes to its end
+        plain = ["--progress", "plain", "--load", str(tmp_path / "run")]
+        train(load_config(None, [*flags, *plain]), "toy")
+        assert "is finished: 1 of 1 rollouts are done; raise --num-rollout to go on" in capsys.readouterr().out
+    assert contents(tmp_path / "run") == before
+    other = ["--run-dir", str(tmp_path / "other"), "--load", str(tmp_path / "run")]
     with pytest.raises(ConfigError, match="has done 1 rollouts of 1; raise --num-rollout"):
-        train(load_config(None, [*flags, "--load", str(tmp_path / "run")]), "toy")
+        train(load_config(None, [*flags, *other]), "toy")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_without_checkpoints_is_done_over_and_a_finished_one_is_left_alone(
+    toy_flags: list[str], tmp_path: Path, read_rows: Rows
+) -> None:
+    folder = tmp_path / "run"
+    flags = [*toy_flags, "--num-rollout", "2", "--run-dir", str(folder), "--load", str(folder)]
+    train(load_config(None, flags), "toy")
+    before = contents(folder)
+    train(load_config(None, flags), "toy")
+    assert contents(folder) == before
+    (folder / "summary.json").unlink()  # as if it had been killed
+    (folder / "samples" / ".rollout_000002.jsonl.1.tmp").write_text("half")
+    train(load_config(None, flags), "toy")
+    assert [row["rollout_id"] for row in read_rows(folder)] == [0, 1]
+    assert contents(folder).keys() == before.keys()
+
+
+def test_what_comes_after_the_last_save_is_done_by_the_resumed_run(
+    toy_flags: list[str], tmp_path: Path, read_rows: Rows
+) -> None:
+    """Killed between the last save and the end: the evaluation, the curve and the summary still come."""
+    folder = tmp_path / "run"
+    data = toy_flags[toy_flags.index("--prompt-data") + 1]
+    flags = [*toy_flags, "--num-rollout", "2", "--save-interval", "1", "--run-dir", str(folder)]
+    flags += ["--eval-prompt-data", f"toy={data}", "--eval-interval", "1"]
+    train(load_config(None, flags), "toy")
+    rows = read_rows(folder)
+    assert [row["rollout_id"] for row in rows] == [0, 0, 1, 1, 2]
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))
+    for name in ("summary.json", "curve.png"):
+        (folder / name).unlink()
+    train(load_config(None, [*flags, "--load", str(folder)]), "toy")
+    assert steady(read_rows(folder)) == steady(rows)
+    assert json.loads((folder / "summary.json").read_text())["finished_after"] == 2
+    assert (folder / "curve.png").is_file()
+
+
+def test_a_run_that_goes_back_is_gone_on_with_from_there(toy_flags: list[str], tmp_path: Path) -> None:
+    """Redone from an earlier checkpoint and killed: the next resume does not jump to what the first life left."""
+    folder = tmp_path / "run"
+    flags = [*toy_flags, "--num-rollout", "3", "--save-interval", "1", "--run-dir", str(folder), "--load"]
+    train(load_config(None, [*flags, str(folder)]), "toy")
+    weights = folder / "checkpoints" / "rollout_000003" / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    train(load_config(None, [*flags, str(folder / "checkpoints" / "rollout_000001"), "--num-rollout", "2"]), "toy")
+    assert (folder / "checkpoints" / "latest").read_text() == "rollout_000002\n"
+    train(load_config(None, [*flags, str(folder)]), "toy")
+    assert weights.read_bytes() == before
+
+
+def test_a_grpo_run_is_not_resumed_as_ppo(toy_flags: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [*toy_flags, "--save-interval", "1", "--run-dir", str(folder), "--num-rollout"]
+    train(load_config(None, [*flags, "1"]), "toy")
+    before = contents(folder)
+    with pytest.raises(CheckpointError, match=r"is of a run without a critic \(advantage_estimator = grpo\)"):
+        train(load_config(None, [*flags, "2", "--advantage-estimator", "ppo", "--load", str(folder)]), "toy")
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # one of them is not what `auto` is here

@@ -14,7 +14,7 @@ from treadle.config.rules_rollout import (
     SAMPLED_TRAINING_RULES,
     SCORING_RULES,
 )
-from treadle.config.rules_run import RUN_RULES
+from treadle.config.rules_run import RUN_RULES, folders_have_names
 from treadle.config.rules_signal import SIGNAL_RULES
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
@@ -37,7 +37,7 @@ def check_config(config: Config, *, evaluation_only: bool = False) -> list[str]:
 def _rules(config: Config, evaluation_only: bool) -> tuple[Rule, ...]:
     debug = config.debug
     if evaluation_only:
-        return (*MODEL_RULES, *EVALUATION_RULES, *SCORING_RULES, *ENGINE_RULES, evaluation_is_local)
+        return (*MODEL_RULES, *EVALUATION_RULES, *SCORING_RULES, *ENGINE_RULES, evaluation_is_local, folders_have_names)
     rules = MODEL_RULES + RUN_RULES + CLUSTER_RULES + ENGINE_RULES
     if not debug.debug_train_only:
         rules += GENERATION_RULES + SCORING_RULES

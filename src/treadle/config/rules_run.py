@@ -8,6 +8,13 @@ from treadle.config.findings import Finding, Rule, fault, warning
 from treadle.config.sections import Config
 
 
+def folders_have_names(config: Config) -> Iterator[Finding]:
+    folders = {"run_dir": config.observe.run_dir, "save": config.checkpoint.save, "load": config.checkpoint.load}
+    for name, value in folders.items():
+        if value is not None and not value.strip():
+            yield fault(f"{name} = {value!r} names no folder; leave it out, or write . for the current folder")
+
+
 def checkpoints_are_written(config: Config) -> Iterator[Finding]:
     checkpoint = config.checkpoint
     if checkpoint.keep_checkpoints is not None and checkpoint.save is None and checkpoint.save_interval is None:
@@ -76,6 +83,7 @@ def rollout_only_has_nothing_to_save(config: Config) -> Iterator[Finding]:
 
 
 RUN_RULES: tuple[Rule, ...] = (
+    folders_have_names,
     checkpoints_are_written,
     interval_is_reached,
     resume_says_where,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import DataError
+from treadle.hub import work_offline_if_cut_off
 from treadle.registry import suggestion
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def read_parquet(path: Path) -> ArrowReader:
         raise DataError(f"{path} is not a readable parquet file: {first_line(error)}") from error
     if num_rows == 0:
         raise DataError(f"{path} is empty: it has a schema but no rows")
+    datasets.disable_progress_bars()
     try:
         found = datasets.load_dataset(
             "parquet", data_files=glob.escape(str(path.resolve())), split="train", trust_remote_code=False
@@ -146,6 +148,7 @@ def read_folder(path: Path, split: str | None) -> ArrowReader:
     import datasets
 
     _check_folder(path)
+    datasets.disable_progress_bars()
     try:
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         if saved:
@@ -165,6 +168,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> ArrowReader:
     import datasets
 
     shown = f"{name}:{config}" if config else name
+    work_offline_if_cut_off(name)
     try:
         found = datasets.load_dataset(name, config, trust_remote_code=False)
     except Exception as error:  # as above

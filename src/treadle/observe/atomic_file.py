@@ -9,16 +9,19 @@ from pathlib import Path
 from treadle.errors import TreadleError
 
 
-def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+def write_atomically(path: Path, chunks: Iterable[bytes], *, durable: bool = False) -> None:
     """Write chunks to a temporary file beside `path`, then rename it over `path`.
 
-    Raises `TreadleError` where the disk refuses (full, read-only, gone); `path` is then as it was before.
+    A `durable` file outlives a crash of the machine in either form. Raises `TreadleError` where the disk refuses (full, read-only, gone); `path` is then as it was before.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         raise TreadleError(

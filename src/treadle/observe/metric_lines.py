@@ -28,24 +28,27 @@ def read_metric_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Every whole line of a metrics file, as bytes and as a row.
 
     No lines where there is no file. A last line without its end (the run was killed while writing it) is left out.
-    Raises `DataError`, with the line number, for any other line that is not an object with a `rollout_id`.
+    Raises `DataError` for a file that can't be read, and, with the line number, for any other line that is not an object
+    with a `rollout_id`.
     """
+    try:
+        with open(path, "rb") as file:
+            lines = list(file)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path} can't be read ({error.strerror}); start in another --run-dir") from error
     found: list[tuple[bytes, dict[str, Any]]] = []
-    if not path.exists():
-        return found
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict) or not isinstance(row.get("rollout_id"), int):
-                raise DataError(
-                    f"{path}:{number}: not a line of metrics; remove that line, or start in another --run-dir"
-                )
-            found.append((line, row))
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("rollout_id"), int):
+            raise DataError(f"{path}:{number}: not a line of metrics; remove that line, or start in another --run-dir")
+        found.append((line, row))
     return found
 
 

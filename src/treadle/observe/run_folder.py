@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, RunFolderLostError
 from treadle.observe.atomic_file import write_atomically
 from treadle.observe.metric_lines import read_metric_lines
 from treadle.observe.samples import rollout_file, rollout_ids
@@ -20,38 +23,84 @@ from treadle.observe.samples import rollout_file, rollout_ids
 class RunFolder:
     """One run's folder; `metrics.jsonl` in it, even empty, marks it as a run's.
 
-    `num_lines_cut` and `num_sample_files_removed` count what a resume took back, of rollouts that are done anew.
+    `is_new` says that this process made the folder. `num_lines_cut` and `num_sample_files_removed` count what a resume
+    took back.
     """
 
     path: Path
+    is_new: bool = False
     num_lines_cut: int = 0
     num_sample_files_removed: int = 0
 
     @classmethod
-    def create(
-        cls,
-        path: Path | None,
-        recipe: str = "run",
-        resume_rollout_id: int | None = None,
-        root: Path = Path("runs"),
-        now: datetime | None = None,
+    def make(
+        cls, path: Path | None, recipe: str = "run", root: Path = Path("runs"), now: datetime | None = None
     ) -> RunFolder:
-        """Make the folder `path`, or `root/<recipe>-<time>` where `path` is None, and check that it can be written.
+        """Make the folder `path`, or `root/<recipe>-<time>` if `path` is None. Raises `ConfigError` if that fails."""
+        if path is None:
+            return cls(_make_new(root, recipe, now or datetime.now()), is_new=True)
+        is_new = not os.path.lexists(path)
+        return cls(_make(path), is_new=is_new)
 
-        `resume_rollout_id` is the first rollout a resumed run does; in a folder that holds a run, its metrics and
-        samples from there on are removed. Raises `ConfigError` for a folder that can't be written, or that holds a
-        run while nothing is resumed.
+    def open(self, *, resumes: bool = False) -> RunFolder:
+        """Make the parts that every run has, and check that the folder can be written.
+
+        Raises `ConfigError` for a folder that can't be written, or that holds a run unless one `resumes`.
         """
-        folder = cls(_make(path) if path is not None else _make_new(root, recipe, now or datetime.now()))
-        holds_run = folder.holds_run
-        if holds_run and resume_rollout_id is None:
+        try:
+            if self.holds_run and not resumes:
+                raise ConfigError(
+                    f"{self.path} already holds a run; give another --run-dir, or go on with it: --load {self.path}"
+                )
+            if self.config.exists() and not self.is_run and not self.holds_run:
+                raise ConfigError(f"{self.path} holds a config.json that is not a run's; give another --run-dir")
+            probe = self.path / ".write-check"
+            probe.write_bytes(b"1")
+            probe.unlink()
+            self.samples.mkdir(exist_ok=True)
+            self.metrics.touch()
+        except OSError as error:
             raise ConfigError(
-                f"{folder.path} already holds a run; give another --run-dir, or go on with it: --load {folder.path}"
+                f"the run folder {self.path} can't be written ({error.strerror}); give another --run-dir"
+            ) from error
+        return self
+
+    def take_back(self, rollout_id: int) -> RunFolder:
+        """Remove what was written about this rollout and later ones: they are done again.
+
+        The outcome of the run goes, too, and what a killed process was writing. Raises `DataError` for metrics that
+        can't be read.
+        """
+        lines = read_metric_lines(self.metrics)
+        kept = [line for line, row in lines if row["rollout_id"] < rollout_id]
+        for left in (*self.path.glob(".*.tmp"), *self.samples.glob(".*.tmp")):
+            left.unlink()
+        self.summary.unlink(missing_ok=True)
+        if sum(map(len, kept)) != self.metrics.stat().st_size:
+            write_atomically(self.metrics, kept, durable=True)
+        if not kept:
+            shutil.rmtree(self.tensorboard, ignore_errors=True)
+        later = [found for found in rollout_ids(self.samples) if found >= rollout_id]
+        for found in later:
+            self.sample_file(found).unlink()
+        return replace(self, num_lines_cut=len(lines) - len(kept), num_sample_files_removed=len(later))
+
+    def remove_if_unused(self) -> None:
+        """Remove a folder that this run made and wrote nothing to."""
+        if not self.is_new:
+            return
+        with suppress(OSError):  # there is something in it, then
+            if self.metrics.is_file() and not self.metrics.stat().st_size and not self.config.exists():
+                self.samples.rmdir()
+                self.metrics.unlink()
+            self.path.rmdir()
+
+    def check_there(self) -> None:
+        """Raise `RunFolderLostError` if the folder was removed or moved while the run went on."""
+        if not self.is_run:
+            raise RunFolderLostError(
+                f"the run folder {self.path} was removed or moved while the run went on; start it again elsewhere"
             )
-        if not holds_run and folder.config.exists() and not folder.metrics.exists():
-            raise ConfigError(f"{folder.path} holds a config.json that is not a run's; give another --run-dir")
-        folder._check_writable()
-        return folder if resume_rollout_id is None else folder._cut(resume_rollout_id)
 
     @property
     def config(self) -> Path:
@@ -82,12 +131,27 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def is_run(self) -> bool:
+        """True if a run was started here, even if it has written nothing yet."""
+        return self.metrics.is_file()
+
+    @property
     def holds_run(self) -> bool:
-        """True where a run got as far as writing metrics, samples or a checkpoint."""
+        """True if a run got as far as writing metrics, samples or a checkpoint."""
         filled = self.metrics.is_file() and self.metrics.stat().st_size > 0
         return (
             filled or bool(rollout_ids(self.samples)) or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
         )
+
+    @property
+    def finished_after(self) -> int | None:
+        """The number of rollouts after which the run ended by itself; None if it was stopped, or is not done."""
+        try:
+            found = json.loads(self.summary.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        value = found.get("finished_after") if isinstance(found, dict) else None
+        return value if isinstance(value, int) else None
 
     def sample_file(self, rollout_id: int) -> Path:
         return rollout_file(self.samples, rollout_id)
@@ -99,29 +163,6 @@ class RunFolder:
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write the outcome of the run to summary.json."""
         _write_json(self.summary, values)
-
-    def _check_writable(self) -> None:
-        """Make the parts that every run has, and write a byte, so that a full or foreign disk is found now."""
-        probe = self.path / ".write-check"
-        try:
-            probe.write_bytes(b"1")
-            probe.unlink()
-            self.samples.mkdir(exist_ok=True)
-            self.metrics.touch()
-        except OSError as error:
-            raise ConfigError(
-                f"the run folder {self.path} can't be written ({error.strerror}); give another --run-dir"
-            ) from error
-
-    def _cut(self, rollout_id: int) -> RunFolder:
-        lines = read_metric_lines(self.metrics)
-        kept = [line for line, row in lines if row["rollout_id"] < rollout_id]
-        if sum(map(len, kept)) != self.metrics.stat().st_size:
-            write_atomically(self.metrics, kept)
-        later = [found for found in rollout_ids(self.samples) if found >= rollout_id]
-        for found in later:
-            self.sample_file(found).unlink()
-        return RunFolder(self.path, len(lines) - len(kept), len(later))
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

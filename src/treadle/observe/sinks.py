@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from treadle.config.sections import ObserveSection
-from treadle.errors import TreadleError
+from treadle.errors import RunFolderLostError, TreadleError
 from treadle.observe.metric_lines import metric_line, read_metric_lines
 from treadle.observe.run_folder import RunFolder
 from treadle.observe.wandb_sink import WandbSink, import_wandb
@@ -51,6 +51,7 @@ class JsonlSink:
         if self._file is None:
             raise TreadleError(f"{self.path} is closed; metrics of rollout {rollout_id} came too late")
         line = metric_line(rollout_id, values)
+        self._check_there()
         try:
             rest = memoryview(line)
             while rest:
@@ -63,6 +64,15 @@ class JsonlSink:
                 "earlier lines are safe: free some space and resume with --load"
             ) from error
         self._size += len(line)
+
+    def _check_there(self) -> None:
+        """Raise `RunFolderLostError` if what is open is not the file of the run folder: lines would be lost."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
+                return
+        raise RunFolderLostError(
+            f"{self.path} was removed or replaced while the run went on; start the run again in another --run-dir"
+        )
 
     def close(self) -> None:
         if self._file is not None:

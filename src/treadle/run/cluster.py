@@ -20,6 +20,7 @@ from treadle.errors import DeadlineError, EngineLostError, WorkerLostError
 from treadle.metrics import Metric, metric
 from treadle.rollout.engines.pool import PUBLISH_TRIES
 from treadle.run import build
+from treadle.run.differences import check_supplies
 from treadle.run.exchange import exchange
 from treadle.run.lease import FreeLease, Holder, Lease
 from treadle.run.loop import Collection, Schedule, train_loop
@@ -33,7 +34,7 @@ from treadle.run.ray_watch import Watched, while_alive
 from treadle.run.record import Outputs, Record
 from treadle.run.rollouts import saved_rollout
 from treadle.run.servers import transport_name
-from treadle.run.session import Session, finish, open_outputs, schedule_of
+from treadle.run.session import Session, finish, is_finished, open_outputs, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.run.worker_setup import WorkerSetup
 from treadle.training.checkpoint import PREFIX, find_checkpoint
@@ -244,14 +245,15 @@ async def train_on_cluster(session: Session, recipe_name: str, stop: Stop) -> di
                     )
         finally:
             if attempt.outputs is not None:
-                summary = finish(attempt.outputs.folder, recipe_name, time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                summary = finish(attempt.outputs.folder, recipe_name, seconds, attempt.finished_after)
     return summary
 
 
 def _teacher(session: Session) -> str | None:
     """The teacher's folder; what is wrong with the objective or with it is told before any worker starts."""
     if not session.config.debug.debug_rollout_only:
-        build.resolve_objective(session.config)
+        check_supplies(build.resolve_objective(session.config), session.checkpoint)
     return build.find_teacher(session.config, session.codec, session.max_prompt)
 
 
@@ -260,6 +262,7 @@ class _Attempt:
 
     def __init__(self, session: Session, name: str, stop: Stop, *, teacher: str | None, outputs: Outputs | None = None):
         self.session, self.name, self.stop, self.teacher, self.outputs = session, name, stop, teacher, outputs
+        self.finished_after: int | None = None
         self._parts: ClusterParts | None = None
 
     def again(self) -> _Attempt:
@@ -285,8 +288,9 @@ class _Attempt:
             stack.push_async_callback(_end, workers)
             progress.phase("starting the workers")
             schedule = await self._load(workers)
-            again = None if self.outputs is None else self.outputs.folder.path
-            self.outputs = open_outputs(session, self.name, stack, continues=True, again=again)
+            if schedule is None:
+                return
+            self.outputs = open_outputs(session, stack, again=self.outputs is not None)
             parts = self._parts = ClusterParts(config, schedule, self.outputs, workers)
             stack.push_async_callback(parts.close)
             cluster = config.cluster
@@ -307,16 +311,19 @@ class _Attempt:
         progress.start(schedule.num_rollout, schedule.start_rollout_id)
         lease: Lease = parts if config.cluster.colocate else FreeLease()
         with stops_on_signals(self.stop, progress.note):
-            await train_loop(parts, lease, schedule, self.stop)
+            self.finished_after = await train_loop(parts, lease, schedule, self.stop)
 
-    async def _load(self, workers: Workers) -> Schedule:
-        """Have the workers load what they need and go to where the checkpoint was taken, side by side."""
+    async def _load(self, workers: Workers) -> Schedule | None:
+        """Have the workers load what they need and go to where the checkpoint was taken, side by side; None if nothing is
+        left to do."""
         session, checkpoint = self.session, self.session.checkpoint
         seconds = session.config.cluster.worker_start_timeout_seconds
         num_prompts = None
         if workers.rollout is not None:
             num_prompts = await _ask(workers.rollout.load.remote(), "the rollout worker to load its data", seconds)
         schedule = schedule_of(session, num_prompts)
+        if self.outputs is None and is_finished(session, schedule):
+            return None
         waits = []
         if workers.trainer is not None:
             waits.append(workers.trainer.build(schedule.num_rollout, checkpoint))

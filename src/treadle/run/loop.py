@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle.errors import ConfigError, FailedSamplesError, TreadleError
+from treadle.errors import ConfigError, FailedSamplesError, RunFolderLostError, TreadleError
 from treadle.metrics import Metric, metric
 from treadle.run.lease import Lease
 from treadle.run.stop import Stop
@@ -33,7 +33,7 @@ class Schedule:
     """Which rollouts run, and what is done between them; an interval of None means never.
 
     An evaluation or a save with id `i` stands for the weights after i rollouts. `can_save` is False where there is no
-    trainer.
+    trainer, `saves_apart` True if checkpoints do not go into the run folder.
     """
 
     start_rollout_id: int
@@ -42,6 +42,7 @@ class Schedule:
     save_interval: int | None = None
     max_lag: int = 0
     can_save: bool = True
+    saves_apart: bool = False
 
     def is_eval_due(self, done: int) -> bool:
         if self.eval_interval is None:
@@ -86,54 +87,81 @@ class Parts(Protocol):
         ...
 
 
-async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop | None = None) -> None:
+async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop | None = None) -> int | None:
     """Run rollouts `start_rollout_id` to `num_rollout` - 1; whatever a part raises ends the loop.
 
     A stop gives up what is being generated, finishes a training step that runs, saves, and ends the loop. If the user's
-    own code fails a rollout, what was trained so far is saved before the error is raised.
+    own code fails a rollout, what was trained so far is saved before the error is raised; so it is if the run folder is
+    lost, unless checkpoints go there.
+
+    Returns:
+        The number of rollouts that were done, or None if the loop was stopped before all was done.
     """
     stop = stop or Stop()
-    start, end = schedule.start_rollout_id, schedule.num_rollout
-    in_flight: deque[asyncio.Task[Collection]] = deque()
-    next_id = done = saved = start
-    fault: TreadleError | None = None
-    carried: list[Metric] = []  # of a save: the line of its own rollout is written before it
+    loop = _Loop(parts, lease, schedule, stop)
     try:
+        await loop.run()
+    except RunFolderLostError:
+        if schedule.can_save and schedule.saves_apart and loop.saved < loop.done:
+            await parts.save(loop.done)
+        raise
+    if loop.saved < loop.done and (schedule.saves_when(stop) or (loop.fault is not None and schedule.can_save)):
+        await parts.save(loop.done)
+    if loop.fault is not None:
+        raise loop.fault
+    return None if stop.requested else loop.done
+
+
+class _Loop:
+    """The loop and how far it is: rollouts done, rollouts saved, and what ended it early."""
+
+    def __init__(self, parts: Parts, lease: Lease, schedule: Schedule, stop: Stop):
+        self.parts, self.lease, self.schedule, self.stop = parts, lease, schedule, stop
+        self.done = self.saved = schedule.start_rollout_id
+        self.fault: TreadleError | None = None  # of the user's own code
+
+    async def run(self) -> None:
+        """Do the rollouts; what is still being collected at the end is cancelled."""
+        in_flight: deque[asyncio.Task[Collection]] = deque()
+        try:
+            await self._run(in_flight)
+        finally:
+            for task in in_flight:
+                task.cancel()
+            await asyncio.gather(*in_flight, return_exceptions=True)
+
+    async def _run(self, in_flight: deque[asyncio.Task[Collection]]) -> None:
+        parts, schedule, stop = self.parts, self.schedule, self.stop
+        start, end = schedule.start_rollout_id, schedule.num_rollout
+        next_id = start
+        carried: list[Metric] = []  # of a save: the line of its own rollout is written before it
         if schedule.is_eval_due(start):
-            await _evaluate(parts, lease, start, stop)
+            await _evaluate(parts, self.lease, start, stop)
         for rollout_id in range(start, end):
             if stop.requested:
                 break
             began = time.perf_counter()
-            async with lease.hold("rollout"):
+            async with self.lease.hold("rollout"):
                 while next_id < end and next_id <= rollout_id + schedule.max_lag:
                     in_flight.append(asyncio.create_task(parts.collect(next_id)))
                     next_id += 1
                 try:
                     collection = await stop.unless(in_flight.popleft())
                 except (FailedSamplesError, ConfigError) as error:
-                    fault = error
+                    self.fault = error
                     break
             if collection is None:
                 break
-            async with lease.hold("training"):
+            async with self.lease.hold("training"):
                 metrics = [*collection.metrics, *await parts.train(rollout_id, collection.groups)]
             metrics += await parts.publish(rollout_id + 1)
             metrics += [metric("perf/step_seconds", time.perf_counter() - began), *carried]
+            self.done, carried = rollout_id + 1, []
             parts.record(rollout_id, metrics)
-            done, carried = rollout_id + 1, []
-            if schedule.is_save_due(done):
-                carried, saved = list(await parts.save(done)), done
-            if schedule.is_eval_due(done):
-                await _evaluate(parts, lease, done, stop)
-    finally:
-        for task in in_flight:
-            task.cancel()
-        await asyncio.gather(*in_flight, return_exceptions=True)
-    if saved < done and (schedule.saves_when(stop) or (fault is not None and schedule.can_save)):
-        await parts.save(done)
-    if fault is not None:
-        raise fault
+            if schedule.is_save_due(self.done):
+                carried, self.saved = list(await parts.save(self.done)), self.done
+            if schedule.is_eval_due(self.done):
+                await _evaluate(parts, self.lease, self.done, stop)
 
 
 async def _evaluate(parts: Parts, lease: Lease, done: int, stop: Stop) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,15 +42,16 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
     try:
         if own:
             bind = None if cluster.ray_bind_address in LOOPBACK else cluster.ray_bind_address
-            ray.init(
-                address="local",  # not one that somebody left running here
-                num_cpus=cluster.ray_num_cpus,
-                include_dashboard=cluster.ray_dashboard,
-                dashboard_host=cluster.ray_bind_address,
-                _node_ip_address=bind,
-                _system_config=NO_IDLE_WORKERS,
-                **quiet,
-            )
+            with hangups_ignored():
+                ray.init(
+                    address="local",  # not one that somebody left running here
+                    num_cpus=cluster.ray_num_cpus,
+                    include_dashboard=cluster.ray_dashboard,
+                    dashboard_host=cluster.ray_bind_address,
+                    _node_ip_address=bind,
+                    _system_config=NO_IDLE_WORKERS,
+                    **quiet,
+                )
         else:
             ray.init(address=cluster.ray_address, **quiet)
     except Exception as error:  # a node that is slow to start is a bare Exception
@@ -59,3 +62,16 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
         yield not own
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def hangups_ignored() -> Iterator[None]:
+    """Start processes that outlive the terminal: this one saves when it is closed, and needs them to do so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which they inherit
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)

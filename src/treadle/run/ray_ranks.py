@@ -82,7 +82,7 @@ class RankActor:
     def _found(self, checkpoint: str) -> Checkpoint:
         """The checkpoint to start from; random numbers go on where it was taken."""
         found = find_checkpoint(Path(checkpoint), self._notes.warn)
-        set_random_state(found.state["random"])
+        set_random_state(found.entry("random", dict))
         return found
 
     def _turn_ends(self, device: torch.device, move: Callable[[], object]) -> float:

@@ -49,7 +49,9 @@ class Record:
 
         Raises:
             FailedSamplesError: if more than `max_failed_fraction` of the samples failed. They are written all the same.
+            RunFolderLostError: if the run folder was removed.
         """
+        self.out.folder.check_there()
         if self.config.observe.save_samples:
             write_groups(self.out.folder.sample_file(rollout_id), groups)
         if self.config.debug.save_debug_rollout_data is not None:

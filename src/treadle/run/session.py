@@ -21,18 +21,22 @@ from treadle.observe.samples import rollout_ids
 from treadle.observe.sinks import open_sinks
 from treadle.observe.summary import summarize
 from treadle.run import build
+from treadle.run.differences import differences
 from treadle.run.loop import Schedule
+from treadle.run.place import Place
 from treadle.run.record import Outputs
 from treadle.run.state import set_random_state
-from treadle.training.checkpoint import Checkpoint, find_checkpoint
+from treadle.run.vocabulary import check_vocabulary, padding_note
+from treadle.training.checkpoint import Checkpoint, go_on_from
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """What every command needs first: the checkpoint to start from, if any, the model's files and its tokenizer."""
+    """What every command needs first: its folders, the checkpoint to start from, the model's files and its tokenizer."""
 
     config: Config
     progress: Progress
+    place: Place
     checkpoint: Checkpoint | None
     model_path: str
     codec: Codec
@@ -43,15 +47,22 @@ class Session:
         return self.checkpoint.rollout_id if self.checkpoint else self.config.train.start_rollout_id or 0
 
 
-def open_session(config: Config, progress: Progress) -> Session:
-    """Find the checkpoint and the model, and load the tokenizer."""
-    load = config.checkpoint.load
-    checkpoint = None if load is None else find_checkpoint(Path(load), progress.warn)
+def open_session(config: Config, progress: Progress, place: Place) -> Session:
+    """Find the model, and load the tokenizer."""
+    checkpoint = place.checkpoint
     config = _with_dtype(config, checkpoint)
+    if checkpoint is not None:
+        for text in differences(config, checkpoint):
+            progress.warn(text)
     progress.phase("looking for the model")
     model_path = resolve(config.model.hf_checkpoint)
+    build.check_models(config, model_path)
     codec = load_codec(model_path, config.data.template_kwargs)
-    return Session(config, progress, checkpoint, model_path, codec, build.longest_prompt(config, model_path))
+    check_vocabulary(config, codec, model_path)
+    note = padding_note(codec, model_path)
+    if note is not None:
+        progress.note(note)
+    return Session(config, progress, place, checkpoint, model_path, codec, build.longest_prompt(config, model_path))
 
 
 def _with_dtype(config: Config, checkpoint: Checkpoint | None) -> Config:
@@ -67,7 +78,10 @@ def _with_dtype(config: Config, checkpoint: Checkpoint | None) -> Config:
 
 
 def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
-    """Which rollouts are to be done, of data with `num_prompts` (None where none is read); raises `ConfigError` where the loaded run has none left."""
+    """Return which rollouts are to be done, of data with `num_prompts` (None if none is read).
+
+    Raises `ConfigError` if a new run was to go on from a checkpoint that leaves nothing to do.
+    """
     config = session.config
     saved = config.debug.load_debug_rollout_data
     if num_prompts is None and config.train.num_rollout is None:
@@ -76,7 +90,7 @@ def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
     else:
         end = num_rollout(config, num_prompts)
     start = session.start_rollout_id
-    if session.checkpoint is not None and start >= end:
+    if session.checkpoint is not None and start >= end and not session.place.held_run:
         raise ConfigError(f"{session.checkpoint.path} has done {start} rollouts of {end}; raise --num-rollout to go on")
     interval = config.checkpoint.save_interval or (end if config.checkpoint.save is not None else None)
     return Schedule(
@@ -86,6 +100,7 @@ def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
         save_interval=None if config.debug.debug_rollout_only else interval,
         max_lag=config.cluster.max_lag,
         can_save=not config.debug.debug_rollout_only,
+        saves_apart=not session.place.checkpoints.resolve().is_relative_to(session.place.folder.path.resolve()),
     )
 
 
@@ -100,37 +115,56 @@ def restore(session: Session, trainer: Any, source: PromptSource | None) -> None
         trainer.load(checkpoint)
     if source is not None and "source" in checkpoint.state:
         source.load_state(checkpoint.state["source"])
-    set_random_state(checkpoint.state["random"])
+    set_random_state(checkpoint.entry("random", dict))
     session.progress.note(f"resuming at rollout {checkpoint.rollout_id} from {checkpoint.path}")
 
 
-def open_outputs(
-    session: Session, name: str, stack: AsyncExitStack, *, continues: bool = False, again: Path | None = None
-) -> Outputs:
-    """The run folder and the sinks; `continues` goes on with a run folder that was given to load from.
+def is_finished(session: Session, schedule: Schedule) -> bool:
+    """Return True, and say so, if all was done in the run folder already: rollouts, evaluation and summary."""
+    place, done = session.place, session.place.folder.finished_after
+    checkpoint = session.checkpoint
+    goes_back = (
+        checkpoint is not None
+        and checkpoint.rollout_id < schedule.num_rollout
+        and checkpoint.path.parent.resolve() == place.checkpoints.resolve()
+    )
+    if not place.resumes or goes_back or done is None or done < schedule.num_rollout:
+        return False
+    session.progress.note(
+        f"{place.folder.path} is finished: {done} of {schedule.num_rollout} rollouts are done; raise --num-rollout to go on"
+    )
+    return True
 
-    `again` is the folder of this very run, of which the rollouts from the session's start on are done anew.
+
+def open_outputs(session: Session, stack: AsyncExitStack, *, again: bool = False) -> Outputs:
+    """Open the run folder and the sinks.
+
+    Of a run that resumes, or is done `again` by this process, what was written from the session's first rollout on is
+    removed.
     """
-    config, progress = session.config, session.progress
-    given = config.observe.run_dir
-    resumed = session.start_rollout_id if continues and session.checkpoint is not None else None
-    loaded = config.checkpoint.load
-    if given is None and loaded is not None and RunFolder(Path(loaded)).holds_run and continues:
-        given = loaded  # a run folder was given to go on with, not only its weights
-    if again is not None:
-        given, resumed = str(again), session.start_rollout_id
-    folder = RunFolder.create(None if given is None else Path(given), name, resume_rollout_id=resumed)
+    config, progress, place = session.config, session.progress, session.place
+    folder = place.folder
+    if place.resumes or again:
+        if session.checkpoint is not None:
+            go_on_from(session.checkpoint, place.checkpoints)
+        folder = folder.take_back(session.start_rollout_id)
     values = recorded(config)
     folder.write_config(values)
     sink = open_sinks(folder, config.observe, progress.warn, session.start_rollout_id, values)
     stack.callback(sink.close)
-    return Outputs(folder, sink, progress, build.save_folder(config, folder.path), session.codec.save)
+    return Outputs(folder, sink, progress, place.checkpoints, session.codec.save)
 
 
-def finish(folder: RunFolder, title: str, seconds: float) -> dict[str, Any]:
-    """Write summary.json and the curve from all that was measured, also when the run ended early."""
-    summary = summarize(read_metrics(folder.metrics), seconds)
-    folder.write_summary(summary)
+def finish(folder: RunFolder, title: str, seconds: float, finished_after: int | None = None) -> dict[str, Any]:
+    """Write the curve and summary.json from all that was measured, also if the run ended early; return the summary.
+
+    `finished_after` is the number of rollouts after which the run ended by itself. Nothing is written to a folder that
+    was removed meanwhile.
+    """
+    if not folder.is_run:
+        return {}
+    summary = {**summarize(read_metrics(folder.metrics), seconds), "finished_after": finished_after}
     curve = draw_curve(folder.metrics, folder.curve, title)
+    folder.write_summary(summary)  # last: it says that nothing is left to do
     paths = {"run_folder": str(folder.path)} | ({} if curve is None else {"curve": str(curve)})
     return {**summary, **paths}

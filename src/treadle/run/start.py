@@ -6,25 +6,28 @@ import asyncio
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.config import Config, check_config
 from treadle.errors import ConfigError, FailedSamplesError
+from treadle.models.context import context_length
 from treadle.models.export import export_model
-from treadle.models.load import context_length, is_model_folder
+from treadle.models.load import is_model_folder
 from treadle.observe.progress import Progress
 from treadle.rollout.filters import load_filter
 from treadle.rollout.manager import RolloutManager
 from treadle.run import build
 from treadle.run.compute import ComputeThread
+from treadle.run.differences import check_supplies
 from treadle.run.lease import FreeLease, Lease, SharedLease
 from treadle.run.local import LocalParts, Push
 from treadle.run.loop import Schedule, train_loop
+from treadle.run.place import claim_folder, claim_place
 from treadle.run.rollouts import Generation
 from treadle.run.servers import LocalServers, ServerPlace, is_server
-from treadle.run.session import Session, finish, open_outputs, open_session, restore, schedule_of
+from treadle.run.session import Session, finish, is_finished, open_outputs, open_session, restore, schedule_of
 from treadle.run.state import seed_everything
 from treadle.run.stop import Stop, leave, stops_on_signals
 from treadle.training.checkpoint import find_checkpoint
@@ -40,10 +43,11 @@ def train(config: Config, recipe_name: str) -> None:
     A run that a signal stopped raises `KeyboardInterrupt` (Ctrl-C) or `SystemExit` with 143 (SIGTERM) once it is saved.
     """
     warnings = check_config(config)
-    with Progress(config.observe.progress, title=recipe_name) as progress:
+    with Progress(config.observe.progress, title=recipe_name) as progress, ExitStack() as stack:
         for warning in warnings:
             progress.warn(warning)
-        signum = asyncio.run(_run(open_session(config, progress), recipe_name))
+        place = claim_place(config, recipe_name, progress, stack)
+        signum = asyncio.run(_run(open_session(config, progress, place), recipe_name))
     leave(signum)
 
 
@@ -52,10 +56,11 @@ def evaluate(config: Config, recipe_name: str) -> None:
     if not config.eval.eval_prompt_data:
         raise ConfigError("treadle eval needs evaluation sets; give --eval-prompt-data name=source")
     warnings = check_config(config, evaluation_only=True)
-    with Progress(config.observe.progress, title=recipe_name) as progress:
+    with Progress(config.observe.progress, title=recipe_name) as progress, ExitStack() as stack:
         for warning in warnings:
             progress.warn(warning)
-        asyncio.run(_evaluate(open_session(config, progress), recipe_name))
+        place = claim_folder(config, f"{recipe_name}-eval", progress, stack)
+        asyncio.run(_evaluate(open_session(config, progress, place), recipe_name))
 
 
 def export(checkpoint: Path, out: Path, dtype: str, warn: Callable[[str], None] = warnings.warn) -> Path:
@@ -77,7 +82,8 @@ async def _run(session: Session, recipe_name: str) -> int | None:
         summary = await train_on_cluster(session, recipe_name, stop)
     else:
         summary = await _train(session, recipe_name, stop)
-    session.progress.show_summary(summary)
+    if summary:
+        session.progress.show_summary(summary)
     return stop.signum
 
 
@@ -89,10 +95,12 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
     source = None
     if not config.debug.debug_train_only:
         source = build.load_source(config, session.codec, session.max_prompt, progress)
-    if not config.debug.debug_rollout_only:
-        build.resolve_objective(config)  # a mistake is told before a model is loaded
+    if not config.debug.debug_rollout_only:  # a mistake is told before a model is loaded
+        check_supplies(build.resolve_objective(config), session.checkpoint)
     teacher = build.find_teacher(config, session.codec, session.max_prompt)
     schedule = schedule_of(session, None if source is None else len(source))
+    if is_finished(session, schedule):
+        return {}
     seed_everything(config.train.seed)
     progress.phase("loading the model")
     path = session.model_path
@@ -107,7 +115,7 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
             await compute.run(trainer.try_writing, session.codec.save)
         await compute.run(restore, session, trainer, source)
         scorer = await build.open_scorer(config, config.reward, stack) if source is not None else None
-        outputs = open_outputs(session, recipe_name, stack, continues=True)
+        outputs = open_outputs(session, stack)
         generation = push = None
         lease: Lease = FreeLease()
         if source is not None and scorer is not None:
@@ -119,11 +127,12 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
             lease = SharedLease(manager.engine)
         parts = LocalParts(config, schedule, outputs, generation, trainer, push, compute)
         progress.start(schedule.num_rollout, schedule.start_rollout_id)
+        finished_after = None
         try:
             with stops_on_signals(stop, progress.note):
-                await train_loop(parts, lease, schedule, stop)
+                finished_after = await train_loop(parts, lease, schedule, stop)
         finally:
-            summary = finish(outputs.folder, recipe_name, time.perf_counter() - began)
+            summary = finish(outputs.folder, recipe_name, time.perf_counter() - began, finished_after)
     return summary
 
 
@@ -143,7 +152,8 @@ async def _open_engine(
         progress.phase(f"starting {config.rollout.rollout_engine}")
         place = ServerPlace(session.model_path, codec, folder / "engines")
         servers = await LocalServers.open(config, place, model, progress.warn, stack)
-        return build.manager_of(config, servers.pool, codec, context_length(model.config)), servers.publish
+        context = context_length(model.config)
+        return await build.open_manager(config, servers.pool, codec, context, stack), servers.publish
     engine = build.open_torch_engine(config, model, codec, compute)
     stack.push_async_callback(engine.close)
     transport = InprocTransport(model, model, engine.set_version)
@@ -151,7 +161,7 @@ async def _open_engine(
     async def push(version: int) -> None:
         transport.push(version)
 
-    return build.manager_of(config, engine, codec, context_length(model.config)), push
+    return await build.open_manager(config, engine, codec, context_length(model.config), stack), push
 
 
 async def _evaluate(session: Session, recipe_name: str) -> None:
@@ -164,7 +174,7 @@ async def _evaluate(session: Session, recipe_name: str) -> None:
         model = await compute.run(build.load_policy, config, path, trainable=False)
         scorer = await build.open_scorer(config, config.reward, stack)
         sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
-        outputs = open_outputs(session, f"{recipe_name}-eval", stack)
+        outputs = open_outputs(session, stack)
         manager, push = await _open_engine(session, model, outputs.folder.path, compute, stack)
         await push(session.start_rollout_id)
         generation = Generation(manager, None, scorer, sets)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from treadle.errors import CheckpointError, first_line
+
 
 def random_state() -> dict[str, Any]:
     """State of the global random generators of torch, numpy and Python, as JSON values."""
@@ -23,12 +25,17 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Inverse of `random_state`."""
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    """Set the generators to what `random_state` returned; raises `CheckpointError` for anything else."""
+    try:
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+    except (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the saved state of the random generators is damaged ({first_line(error)}); load another checkpoint"
+        ) from error
 
 
 def seed_everything(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGTERM and Ctrl-C end it at the next safe place, a second one at once."""
+"""Stopping a run from outside: SIGTERM, SIGHUP and Ctrl-C end it at the next safe place, a second one at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from treadle.registry import end_process
+
 Result = TypeVar("Result")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
@@ -30,8 +32,8 @@ class Stop:
 
     @property
     def always_saves(self) -> bool:
-        """True where a machine is taken away: what was learned is kept even if no checkpoints were asked for."""
-        return self.signum == signal.SIGTERM
+        """True if a machine or a terminal is taken away: what was learned is kept even if no checkpoints were asked for."""
+        return self.signum in (signal.SIGTERM, signal.SIGHUP)
 
     def request(self, signum: int) -> None:
         self.signum = signum
@@ -54,9 +56,10 @@ class Stop:
 
 @contextmanager
 def stops_on_signals(stop: Stop, told: Callable[[str], None]) -> Iterator[None]:
-    """While inside, SIGTERM and SIGINT request the stop, and a second one ends the process; `told` hears of the first.
+    """Have SIGTERM, SIGHUP and SIGINT request the stop, and a second one end the process; `told` is called with the first.
 
-    Signals reach the main thread only: elsewhere nothing is installed.
+    A SIGHUP that the process was started to ignore, as by `nohup`, stays ignored. Signals reach the main thread only:
+    elsewhere nothing is installed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -67,14 +70,15 @@ def stops_on_signals(stop: Stop, told: Callable[[str], None]) -> Iterator[None]:
         if stop.requested:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)
-            os._exit(128 + signum)  # threads may be deep in a step: nothing gentler is at once
+            end_process(128 + signum)  # threads may be deep in a step: nothing gentler is at once
         stop.signum = signum
         loop.call_soon_threadsafe(stop.request, signum)
         loop.call_soon_threadsafe(
             told, f"{signal.Signals(signum).name}: stopping at the next safe place; once more stops at once"
         )
 
-    before = {signum: signal.signal(signum, handle) for signum in _SIGNALS}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    before = {signum: signal.signal(signum, handle) for signum in _SIGNALS if signum not in ignored}
     try:
         yield
     finally:
@@ -83,7 +87,7 @@ def stops_on_signals(stop: Stop, told: Callable[[str], None]) -> Iterator[None]:
 
 
 def leave(signum: int | None) -> None:
-    """End the program the way it was asked to: `KeyboardInterrupt`, or exit code 143 for SIGTERM; nothing for None."""
+    """End the program the way it was asked to: `KeyboardInterrupt`, or exit code 143 for SIGTERM and 129 for SIGHUP; nothing for None."""
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     if signum is not None:

@@ -32,7 +32,10 @@ class WorkerSetup:
 
 
 def enter_worker(setup: WorkerSetup) -> None:
-    """Make this process one of the run: its folder, its import paths, its threads; Ctrl-C is the driver's to handle."""
+    """Make this process one of the run: its folder, its import paths, its threads.
+
+    Ctrl-C, and the end of the terminal, are the driver's to handle.
+    """
     if not setup.folder.is_dir():
         raise ConfigError(
             f"the run's folder {setup.folder} is not on node {os.uname().nodename}; share it between nodes"
@@ -42,3 +45,4 @@ def enter_worker(setup: WorkerSetup) -> None:
     torch.set_num_threads(setup.config.cluster.num_cpus_per_worker)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 from safetensors.torch import save_file
@@ -43,6 +43,7 @@ PREFIX = "rollout_"
 REPLACED = ".old"
 STAGED = ".part_"
 CHUNK_BYTES = 1 << 24
+Kind = TypeVar("Kind")
 _FOLDER_NAME = re.compile(rf"{PREFIX}(\d{{6,}})", re.ASCII)
 
 
@@ -53,6 +54,24 @@ class Checkpoint:
     path: Path
     rollout_id: int
     state: Mapping[str, Any]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the run that saved; empty if it can't be read."""
+        try:
+            return _read_object(self.path / "config.json")
+        except ValueError:
+            return {}
+
+    def entry(self, name: str, kind: type[Kind]) -> Kind:
+        """Return an entry of the state; raises `CheckpointError` if it is missing, or of another type."""
+        value = self.state.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(
+                f"checkpoint {str(self.path)!r} is damaged: {STATE} has {name} {str(value)[:40]!r}, which is no {kind.__name__}; "
+                "choose another one"
+            )
+        return value
 
     def optimizer_tensors(self) -> TensorFiles:
         """AdamW's state, in one file or several; tensors are read as they are asked for."""
@@ -174,6 +193,38 @@ def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Checkpoint:
             f"no sound checkpoint in {str(folder)!r}: all {len(candidates)} are damaged; load another"
         )
     raise CheckpointError(f"no checkpoint in {str(folder)!r}; choose another --load, or start without it")
+
+
+def try_save_folder(folder: Path) -> None:
+    """Make a save folder and do in it what a save does; raises `CheckpointError` as `save_checkpoint` does."""
+    trial = folder / f".{PREFIX}trial.{os.getpid()}"
+    try:
+        _make_folder(folder)
+        trial.mkdir()
+        (trial / STATE).write_text("{}")
+        os.replace(trial, trial.with_name(f"{trial.name}{REPLACED}"))
+        if (folder / LATEST).is_dir():
+            raise IsADirectoryError(f"{folder / LATEST} is a folder")
+    except OSError as error:
+        named = _unwritten(error, folder)
+        assert named is not None
+        raise named from error
+    finally:
+        for left in (trial, trial.with_name(f"{trial.name}{REPLACED}")):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def go_on_from(checkpoint: Checkpoint, folder: Path) -> None:
+    """Have `latest` of the save folder name this checkpoint, if it lies there; a run goes on from it.
+
+    Checkpoints of later rollouts stay until they are written again.
+    """
+    if checkpoint.path.parent.resolve() != folder.resolve():
+        return
+    _put_back(folder)
+    name = f"{PREFIX}{checkpoint.rollout_id:06d}"
+    if _number(checkpoint.path.name) == checkpoint.rollout_id and _latest(folder) != checkpoint.rollout_id:
+        set_latest(folder, name)
 
 
 def save_folder_of(path: Path) -> Path:

@@ -138,7 +138,7 @@ class Critic:
         check_same_model(checkpoint, known, self.optimizer.params)
         self.optimizer.load_masters(known)
         self.optimizer.load_state_tensors(TensorFiles(folder, OPTIMIZER))
-        self.optimizer.num_steps = checkpoint.state["critic_steps"]
+        self.optimizer.num_steps = checkpoint.entry("critic_steps", int)
 
 
 def _values_of(model: ValueModel, *args: Any) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from treadle.algorithms.shaping import RunningMoments
 from treadle.config import BatchArithmetic, Config
+from treadle.errors import CheckpointError
 from treadle.metrics import Metric, metric
 from treadle.training.balance import plan_ranks
 from treadle.training.batch import Batch, batch_of
@@ -143,9 +144,16 @@ class Planner:
         return {"reward_moments": astuple(self.reward_moments)} if self.config.reward.normalize_rewards_running else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Set what `state` said."""
-        if "reward_moments" in state:
-            self.reward_moments = RunningMoments(*state["reward_moments"])
+        """Set what `state` said; raises `CheckpointError` if it is malformed."""
+        match state.get("reward_moments"):
+            case None:
+                pass
+            case [int() | float(), int() | float(), int() | float()] as moments:
+                self.reward_moments = RunningMoments(*moments)
+            case other:
+                raise CheckpointError(
+                    f"the saved reward_moments are damaged ({str(other)[:40]}); load another checkpoint"
+                )
 
     def _choose(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[Metric]]:
         """The samples to train on, and which optimizer step each belongs to.

@@ -158,7 +158,7 @@ def failing_warn(text: str) -> None:
 
 
 def test_open_sinks_makes_what_the_section_asks_for(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunFolder.make(tmp_path / "run").open()
     sink: MetricSink = open_sinks(folder, ObserveSection(tensorboard=False), failing_warn)
     sink.write(0, {"train/loss": 1.0})
     sink.close()
@@ -172,6 +172,6 @@ def test_open_sinks_makes_what_the_section_asks_for(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_wandb_that_is_not_installed_is_one_clear_error(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunFolder.make(tmp_path / "run").open()
     with pytest.raises(ConfigError, match=r"wandb, which is not installed: run `pip install 'treadle\[wandb\]'`"):
         open_sinks(folder, ObserveSection(wandb_project="p"), failing_warn)

@@ -35,7 +35,7 @@ def open_record(make_config, tmp_path):
     def make(**fields):
         said: list[str] = []
         progress = SimpleNamespace(warn=said.append, evaluation=lambda *_: None)
-        folder = RunFolder(tmp_path)
+        folder = RunFolder.make(tmp_path).open(resumes=True)
         outputs = SimpleNamespace(folder=folder, sink=SimpleNamespace(write=lambda *_: None), progress=progress)
         return Record(make_config(rm_type=("exact",), **fields), Schedule(0, 9), outputs), said
 

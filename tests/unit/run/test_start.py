@@ -10,11 +10,12 @@ import pytest
 
 from treadle.chat import Codec
 from treadle.config import EvalOverride
-from treadle.errors import CheckpointError, ConfigError, DataError, ModelError
+from treadle.errors import CheckpointError, ConfigError, DataError, ModelError, RunFolderLostError, TreadleError
 from treadle.observe.samples import read_groups, rollout_file
 from treadle.rollout.engines.torch_engine.scheduler import Scheduler
 from treadle.run import build, start
 from treadle.run.compute import ComputeThread
+from treadle.run.place import save_folder
 from treadle.training.worker import Trainer
 
 REWARD = "async def reward(sample):\n    return float(len(set(sample.response)))\n"
@@ -84,8 +85,8 @@ def test_what_does_not_fit_the_context_is_refused_with_its_numbers(make_config, 
 
 
 def test_checkpoints_lie_in_the_run_folder_or_where_asked(make_config, tmp_path):
-    assert build.save_folder(make_config(), tmp_path) == tmp_path / "checkpoints"
-    assert build.save_folder(make_config(save=str(tmp_path / "x")), tmp_path / "run") == tmp_path / "x"
+    assert save_folder(make_config(), tmp_path) == tmp_path / "checkpoints"
+    assert save_folder(make_config(save=str(tmp_path / "x")), tmp_path / "run") == tmp_path / "x"
 
 
 def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config, tiny_model, tiny_codec):
@@ -95,7 +96,7 @@ def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config
 
     async def main():
         engine = build.open_torch_engine(config, tiny_model, tiny_codec, ComputeThread())
-        manager = build.manager_of(config, engine, tiny_codec, 256)
+        manager = await build.open_manager(config, engine, tiny_codec, 256, AsyncExitStack())
         assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
         assert manager.conversation is None
         limits = engine._scheduler.limits
@@ -145,10 +146,23 @@ def test_what_is_in_flight_changes_no_sample(make_run, tmp_path):
     assert drawn(tmp_path / "wide", 0) == drawn(tmp_path / "narrow", 0)
 
 
+BREAK_SAVES = """
+import shutil
+from pathlib import Path
+
+def reward(sample):
+    saves = Path({saves!r})
+    if saves.is_dir():
+        shutil.rmtree(saves)
+        saves.write_text("not a folder")
+    return 1.0
+"""
+
+
 def test_a_save_that_fails_is_told_and_only_the_last_one_ends_the_run(make_run, tmp_path, capsys):
-    taken = tmp_path / "saves"
-    taken.write_text("not a folder")
-    config = make_run("run", save=str(taken), save_interval=1, num_rollout=2)
+    saves, reward = tmp_path / "saves", tmp_path / "breaks.py"
+    reward.write_text(BREAK_SAVES.format(saves=str(saves)))
+    config = make_run("run", save=str(saves), save_interval=1, num_rollout=2, custom_rm_path=f"{reward}:reward")
     with pytest.raises(CheckpointError):
         start.train(config, "toy")
     output = "".join(capsys.readouterr())
@@ -156,6 +170,70 @@ def test_a_save_that_fails_is_told_and_only_the_last_one_ends_the_run(make_run, 
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rollout_id"] for row in rows] == [0, 1]
     assert (tmp_path / "run" / "summary.json").is_file(), "what was measured is summed up all the same"
+
+
+LOSE_FOLDER = """
+import shutil
+from pathlib import Path
+
+calls = []
+
+def reward(sample):
+    calls.append(1)
+    if len(calls) == {calls}:
+        {act}
+    return float(len(calls))
+"""
+
+
+@pytest.mark.parametrize(
+    "act", ["shutil.rmtree({run!r})", "Path({run!r}).rename({run!r} + '2')"], ids=["removed", "moved"]
+)
+@pytest.mark.parametrize(("calls", "done"), [(7, 1), (12, 1)], ids=["while generating", "with the last sample"])
+def test_a_run_whose_folder_is_lost_says_so_and_saves_what_it_learned(make_run, tmp_path, act, calls, done):
+    run, saves, reward = tmp_path / "run", tmp_path / "saves", tmp_path / "loses.py"
+    reward.write_text(LOSE_FOLDER.format(calls=calls, act=act.format(run=str(run))))
+    config = make_run("run", save=str(saves), num_rollout=4, custom_rm_path=f"{reward}:reward")
+    with pytest.raises(RunFolderLostError, match=r"run folder .*/run was removed or moved while the run went on"):
+        start.train(config, "toy")
+    assert (saves / "latest").read_text() == f"rollout_{done:06d}\n"
+    assert not run.exists(), "nothing is written to a folder that somebody removed"
+
+
+def test_metrics_that_are_lost_while_a_step_is_trained_end_the_run(make_run, tmp_path, monkeypatch):
+    trained = Trainer.train
+
+    def lose(*args, **kwargs):
+        shutil.rmtree(tmp_path / "run")
+        return trained(*args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train", lose)
+    with pytest.raises(RunFolderLostError, match=r"metrics\.jsonl was removed or replaced"):
+        start.train(make_run("run", save=str(tmp_path / "saves"), num_rollout=4), "toy")
+    assert (tmp_path / "saves" / "latest").read_text() == "rollout_000001\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_save_folder_that_can_not_be_written_is_refused_before_training(make_run, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "odd" / "latest").mkdir(parents=True)
+    for save in ("file", "file/saves", "odd"):
+        with pytest.raises(TreadleError, match=r"(choose|give) another --save") as caught:
+            start.train(make_run("run", save=str(tmp_path / save)), "toy")
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "run").exists(), "a run that never began leaves nothing"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("mine")
+    with pytest.raises(TreadleError, match="another --save"):
+        start.train(make_run("run", save_interval=1), "toy")
+
+
+@pytest.mark.parametrize("field", ["run_dir", "save", "load"])
+def test_an_empty_name_is_not_the_current_folder(make_run, tmp_path, field):
+    with pytest.raises(ConfigError, match=f"{field} = '' names no folder"):
+        start.train(make_run("run", **{field: ""}), "toy")
+    with pytest.raises(ConfigError, match=f"{field} = '' names no folder"):
+        start.evaluate(make_run("run", eval_prompt_data=(f"a={tmp_path / 'toy.jsonl'}",), **{field: ""}), "toy")
 
 
 def test_a_generation_config_that_transformers_refuses_is_saved_as_it_was(make_run, tiny_model_dir, tmp_path):

@@ -4,8 +4,10 @@ import json
 import random
 
 import numpy as np
+import pytest
 import torch
 
+from treadle.errors import CheckpointError
 from treadle.run.state import random_state, seed_everything, set_random_state
 
 
@@ -58,3 +60,22 @@ def test_a_seed_may_be_larger_than_numpys():
     small = draw()
     assert large[1] == small[1]  # numpy takes the low 32 bits
     assert large[2] != small[2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"torch": None},
+        {"torch": "AAAA"},
+        {"torch": "no base64!"},
+        {"numpy": 3},
+        {"numpy": ["MT19937", [1], 0, 0, 0.0]},
+        {"numpy": ["MT19937", [-1] * 624, 0, 0, 0.0]},
+        {"python": [3, [], None]},
+        {"python": [3, ["x"] * 625, None]},
+        {"python": {}},
+    ],
+)
+def test_a_state_of_another_shape_is_damage(change):
+    with pytest.raises(CheckpointError, match="random generators is damaged"):
+        set_random_state({**random_state(), **change})

@@ -11,6 +11,7 @@ import pytest
 from treadle.metrics import metric
 from treadle.run.lease import FreeLease
 from treadle.run.loop import Collection, Schedule, train_loop
+from treadle.run.ray_process import hangups_ignored
 from treadle.run.stop import Stop, leave, stops_on_signals
 
 SECONDS = 20.0
@@ -84,32 +85,53 @@ def test_what_runs_ahead_is_cancelled():
     ("signum", "schedule", "saves"),
     [
         (signal.SIGTERM, {}, True),
+        (signal.SIGHUP, {}, True),
         (signal.SIGINT, {}, False),
         (signal.SIGINT, {"save_interval": 100}, True),
         (signal.SIGTERM, {"can_save": False}, False),
     ],
 )
-def test_ctrl_c_saves_where_checkpoints_are_asked_for_and_sigterm_always(signum, schedule, saves):
+def test_ctrl_c_saves_where_checkpoints_are_asked_for_and_the_others_always(signum, schedule, saves):
     assert (run("train 1", signum, **schedule)[-1] == "save 2") is saves
 
 
-def test_signals_reach_the_stop_and_the_handlers_are_put_back():
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_reach_the_stop_and_the_handlers_are_put_back(signum):
     async def main():
         stop, told = Stop(), []
         with stops_on_signals(stop, told.append):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signum)
             assert await stop.unless(asyncio.create_task(asyncio.sleep(SECONDS))) is None
         return stop, told
 
-    before = signal.getsignal(signal.SIGTERM)
-    stop, told = asyncio.run(asyncio.wait_for(main(), SECONDS))
-    assert (stop.signum, stop.always_saves) == (signal.SIGTERM, True)
-    assert told == ["SIGTERM: stopping at the next safe place; once more stops at once"]
-    assert signal.getsignal(signal.SIGTERM) is before
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests may have had it ignored
+    try:
+        stop, told = asyncio.run(asyncio.wait_for(main(), SECONDS))
+        assert (stop.signum, stop.always_saves) == (signum, True)
+        assert told == [f"{signum.name}: stopping at the next safe place; once more stops at once"]
+        assert signal.getsignal(signum) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_that_nohup_started_outlives_its_terminal():
+    async def main():
+        stop = Stop()
+        with stops_on_signals(stop, pytest.fail):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.05)
+        return stop.requested
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert not asyncio.run(asyncio.wait_for(main(), SECONDS))
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 STUBBORN = """
 import asyncio, time
+from treadle.run.ray_process import hangups_ignored
 from treadle.run.stop import Stop, stops_on_signals
 
 async def main():
@@ -134,10 +156,22 @@ def test_a_second_signal_ends_the_process_at_once_whatever_it_does(signum):
     assert process.wait(SECONDS) == 128 + signum
 
 
+def test_what_ray_starts_outlives_the_terminal():
+    tell = [sys.executable, "-c", "import signal; print(int(signal.getsignal(signal.SIGHUP)))"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with hangups_ignored():
+            assert int(subprocess.check_output(tell)) == signal.SIG_IGN
+        assert int(subprocess.check_output(tell)) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_how_the_program_ends():
     leave(None)
     with pytest.raises(KeyboardInterrupt):
         leave(signal.SIGINT)
-    with pytest.raises(SystemExit) as end:
-        leave(signal.SIGTERM)
-    assert end.value.code == 143
+    for signum, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+        with pytest.raises(SystemExit) as end:
+            leave(signum)
+        assert end.value.code == code
