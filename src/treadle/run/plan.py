@@ -77,7 +77,7 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
         raise ModelError(f"{name} is not on this machine yet; `treadle model fetch {name}` downloads it")
     check_models(config, path, fetch_missing=False)
     shape = _model_shape(config, path)
-    codec = load_codec(path)
+    codec = load_codec(path, config.data.template_kwargs)
     check_vocabulary(config, codec, path, fetch_missing=False)
     max_prompt = longest_prompt(config, path)
     teacher = find_teacher(config, codec, max_prompt, fetch_missing=False)
