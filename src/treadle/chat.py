@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from treadle.errors import ModelError, first_line
 from treadle.hub import work_offline_if_cut_off
 from treadle.template_process import TemplateProcess
@@ -186,6 +188,32 @@ class Codec:
         """The id of every token, special ones among them."""
         return dict(self.tokenizer.get_vocab())
 
+    @cached_property
+    def _is_token(self) -> np.ndarray:
+        """bool: True at the ids that stand for a token."""
+        ids = np.fromiter(self.tokenizer.get_vocab().values(), dtype=np.int64)
+        known = np.zeros(ids.max(initial=-1) + 1, dtype=bool)
+        known[ids] = True
+        return known
+
+    @property
+    def largest_id(self) -> tuple[int, str]:
+        """The largest id that stands for a token, and the token; (-1, "") without any."""
+        return max(((number, token) for token, number in self.vocabulary().items()), default=(-1, ""))
+
+    def ids_without_token(self, count: int) -> list[int]:
+        """Return which of the ids 0 to `count` - 1 stand for no token, ascending.
+
+        A model whose embeddings are padded has rows for such ids, which mean nothing.
+        """
+        return self.strangers(np.arange(count)).tolist()
+
+    def strangers(self, token_ids: np.ndarray) -> np.ndarray:
+        """Return those of the ids [N] that stand for no token, in their order."""
+        known = self._is_token
+        inside = (token_ids >= 0) & (token_ids < len(known))
+        return token_ids[~(inside & known[np.where(inside, token_ids, 0)])] if len(known) else token_ids
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into a model folder."""
         self.tokenizer.save_pretrained(folder)
@@ -261,6 +289,12 @@ def load_codec(path: str, template_kwargs: Mapping[str, Any] | None = None) -> C
     except Exception as error:  # the loader raises many kinds for the same cause
         raise ModelError(
             f"no tokenizer in {path!r}: {first_line(error)}; a model folder needs tokenizer.json beside config.json"
+        ) from error
+    try:
+        tokenizer.decode(tokenizer("a", add_special_tokens=False)["input_ids"])
+    except Exception as error:  # settings that are loaded as they are and fail in use
+        raise ModelError(
+            f"the tokenizer in {path!r} can't encode and decode a letter: {first_line(error)}; restore its files"
         ) from error
     eos = _eos_ids(path, len(tokenizer))
     if tokenizer.eos_token_id is not None:

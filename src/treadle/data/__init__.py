@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 from treadle.chat import Codec
@@ -25,11 +26,12 @@ def build_source(data: DataSection, *, codec: Codec, max_prompt_len: int, seed: 
         raise ConfigError("no prompt_data; give --prompt-data a file, a data set or reasoning_gym:task")
     form = _prompt_format(data)
     names: dict[str, str] = {}
+    copies: Counter[str] = Counter()
     for source in data.prompt_data:
-        name, copies = source_name(source), 1
+        name = base = source_name(source)
         while name in names:
-            copies += 1
-            name = f"{source_name(source)}#{copies}"
+            copies[base] += 1
+            name = f"{base}#{copies[base] + 1}"
         names[name] = source
     datasets = [PromptDataset(name, open_reader(source), codec, form, max_prompt_len) for name, source in names.items()]
     return PromptSource(datasets, data.prompt_data_weights or None, shuffle=data.rollout_shuffle, seed=seed)

@@ -15,7 +15,7 @@ from treadle.rollout.conversation import Conversation
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.rewards import RewardScorer
 from treadle.rollout.rewards.scorer import GroupScoring
-from treadle.rollout.trajectory import Trajectory
+from treadle.rollout.trajectory import Trajectory, failed
 from treadle.types import Completion, Group, Prompt, Sample, SamplingParams
 
 OnSample = Callable[[int, int], None]
@@ -104,12 +104,20 @@ class RolloutManager:
         return Group(prompt, tuple(sorted(samples, key=lambda s: s.index)))
 
     async def _finish(self, prompt: Prompt, completion: Completion, sampling: SamplingParams) -> Sample:
-        """The sample of a completion, with whatever an environment makes of it."""
+        """The sample of a completion, with whatever an environment makes of it.
+
+        A server may sample an id that stands for no token, from padding of the model's embeddings: such a sample fails.
+        """
         trajectory = Trajectory(prompt, completion.index, sampling.temperature)
         if self.conversation is not None:
-            return await self.conversation.finish(trajectory, completion, sampling)
-        trajectory.add_sampled(completion)
-        return trajectory.finish(completion.status, self.codec.response_text(completion.token_ids))
+            sample = await self.conversation.finish(trajectory, completion, sampling)
+        else:
+            trajectory.add_sampled(completion)
+            sample = trajectory.finish(completion.status, self.codec.response_text(completion.token_ids))
+        strangers = self.codec.strangers(sample.token_ids[sample.loss_mask])
+        if not len(strangers):
+            return sample
+        return failed(sample, f"the engine sampled id {strangers[0]}, which is no token of the tokenizer")
 
     @staticmethod
     async def _score(

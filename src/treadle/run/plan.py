@@ -65,7 +65,8 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     check_config(config)
     from treadle.chat import load_codec
     from treadle.models.bundled import resolve
-    from treadle.run.build import find_teacher, longest_prompt, resolve_objective
+    from treadle.run.build import check_models, find_teacher, longest_prompt, resolve_objective
+    from treadle.run.vocabulary import check_vocabulary
 
     if not config.debug.debug_rollout_only:
         resolve_objective(config)
@@ -73,8 +74,11 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     path = resolve(name, fetch_missing=False)
     if path != name and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{name} is not on this machine yet; `treadle model fetch {name}` downloads it")
+    check_models(config, path, fetch_missing=False)
     shape = _model_shape(config, path)
-    codec, max_prompt = load_codec(path), longest_prompt(config, path)
+    codec = load_codec(path)
+    check_vocabulary(config, codec, path, fetch_missing=False)
+    max_prompt = longest_prompt(config, path)
     teacher = find_teacher(config, codec, max_prompt, fetch_missing=False)
     if teacher is not None:
         shape = replace(shape, teacher_parameters=_model_shape(config, teacher).parameters)
@@ -86,7 +90,8 @@ def _model_shape(config: Config, path: str) -> ModelShape:
     """The model's numbers from its config.json and a model without storage."""
     import torch
 
-    from treadle.models.load import compute_dtype, context_length, kv_heads_of, load_config, pick_device
+    from treadle.models.context import context_length
+    from treadle.models.load import compute_dtype, kv_heads_of, load_config, pick_device
     from treadle.models.sizes import build_on_meta
 
     hf_config = load_config(path)

@@ -26,6 +26,7 @@ from treadle.run.loop import Schedule
 from treadle.run.place import Place
 from treadle.run.record import Outputs
 from treadle.run.state import set_random_state
+from treadle.run.vocabulary import check_vocabulary, padding_note
 from treadle.training.checkpoint import Checkpoint, go_on_from
 
 
@@ -55,7 +56,12 @@ def open_session(config: Config, progress: Progress, place: Place) -> Session:
             progress.warn(text)
     progress.phase("looking for the model")
     model_path = resolve(config.model.hf_checkpoint)
+    build.check_models(config, model_path)
     codec = load_codec(model_path)
+    check_vocabulary(config, codec, model_path)
+    note = padding_note(codec, model_path)
+    if note is not None:
+        progress.note(note)
     return Session(config, progress, place, checkpoint, model_path, codec, build.longest_prompt(config, model_path))
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.config import Config, check_config
 from treadle.errors import ConfigError, FailedSamplesError
+from treadle.models.context import context_length
 from treadle.models.export import export_model
-from treadle.models.load import context_length, is_model_folder
+from treadle.models.load import is_model_folder
 from treadle.observe.progress import Progress
 from treadle.rollout.filters import load_filter
 from treadle.rollout.manager import RolloutManager
@@ -151,7 +152,8 @@ async def _open_engine(
         progress.phase(f"starting {config.rollout.rollout_engine}")
         place = ServerPlace(session.model_path, codec, folder / "engines")
         servers = await LocalServers.open(config, place, model, progress.warn, stack)
-        return build.manager_of(config, servers.pool, codec, context_length(model.config)), servers.publish
+        context = context_length(model.config)
+        return await build.open_manager(config, servers.pool, codec, context, stack), servers.publish
     engine = build.open_torch_engine(config, model, codec, compute)
     stack.push_async_callback(engine.close)
     transport = InprocTransport(model, model, engine.set_version)
@@ -159,7 +161,7 @@ async def _open_engine(
     async def push(version: int) -> None:
         transport.push(version)
 
-    return build.manager_of(config, engine, codec, context_length(model.config)), push
+    return await build.open_manager(config, engine, codec, context_length(model.config), stack), push
 
 
 async def _evaluate(session: Session, recipe_name: str) -> None:

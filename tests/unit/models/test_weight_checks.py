@@ -63,9 +63,11 @@ def test_a_folder_with_more_layers_than_its_config_is_refused(folder: Path) -> N
     assert said.count("model.layers.1.") == 3
 
 
-def test_a_folder_with_fewer_layers_than_its_config_is_refused(folder: Path) -> None:
+def test_a_folder_with_fewer_layers_than_its_config_is_refused_in_one_line(folder: Path, caplog, capfd) -> None:
     set_config(folder, num_hidden_layers=3)
-    assert "lacks 9 of the weights that its config.json describes ('model.layers.2.input_layernorm" in refusal(folder)
+    said = refusal(folder)
+    assert "LOAD REPORT" not in caplog.text + "".join(capfd.readouterr())
+    assert "lacks 9 of the weights that its config.json describes ('model.layers.2.input_layernorm" in said
 
 
 def test_what_an_architecture_says_it_does_not_need_is_no_fault(folder: Path) -> None:

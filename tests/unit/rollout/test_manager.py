@@ -6,6 +6,7 @@ import time
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from treadle.config import RewardSection
@@ -13,7 +14,7 @@ from treadle.errors import DeadlineError, EngineError
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
 from treadle.rollout.manager import Collect, RolloutManager, prompt_seed
 from treadle.rollout.rewards import build_scorer
-from treadle.types import Prompt, SamplingParams, Status
+from treadle.types import Completion, Prompt, SamplingParams, Status
 
 REWARDS = '''
 import asyncio
@@ -297,10 +298,9 @@ def test_a_failed_engine_ends_the_collection(open_manager, rewards, tiny_model):
         if calls == 5:
             raise RuntimeError("out of memory, say")
 
-    tiny_model.base_model.register_forward_pre_hook(fail)
-
     async def main():
         async with open_manager(rewards("length")) as (manager, scorer):
+            tiny_model.base_model.register_forward_pre_hook(fail)
             await manager.collect(make_job(make_prompts(3)), scorer)
 
     with pytest.raises(EngineError, match="out of memory, say"):
@@ -334,3 +334,25 @@ def test_a_cancelled_collection_leaves_nothing_behind(open_manager, rewards, rew
             await manager.engine.sleep()
 
     run(main())
+
+
+def test_a_sample_with_an_id_that_is_no_token_fails(open_manager, rewards, tiny_codec):
+    """As a server gives it, whose model has padded embeddings."""
+    stray = 1000
+
+    class Server:
+        async def generate(self, token_ids, sampling, n=1):
+            for i in range(n):
+                tokens = np.array([5, stray if i == 1 else 6], dtype=np.int32)
+                versions = np.zeros(2, dtype=np.int32)
+                yield Completion(i, tokens, np.zeros(2, np.float32), versions, Status.COMPLETED, "eos")
+
+    async def main():
+        async with open_manager(rewards("length")) as (_, scorer):
+            manager = RolloutManager(Server(), tiny_codec, timeout_seconds=60.0)
+            return await manager.collect(make_job(make_prompts(1), n=3), scorer)
+
+    (group,) = run(main())
+    assert [sample.status for sample in group.samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
+    assert group.samples[1].failure == "the engine sampled id 1000, which is no token of the tokenizer"
+    assert group.samples[1].reward is None

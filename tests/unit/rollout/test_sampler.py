@@ -334,3 +334,26 @@ def test_many_rows_are_drawn_as_few_are():
         alone = sample(logits[part], SamplingTensors.of(params[part], CPU), uniform[part], KERNELS[-1])
         assert torch.equal(tokens[part], alone[0])
         assert torch.equal(logprobs[part], alone[1])
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 99), count=st.integers(1, 299))
+def test_ids_without_a_token_are_never_drawn_and_count_in_logprobs(seed, count):
+    """The third row cuts: its logprobs are of what is left, as without such ids; the last one is greedy."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, 300, generator=generator) * 3
+    unused = torch.randperm(300, generator=generator)[:count].sort().values
+    used = torch.ones(300, dtype=torch.bool).index_fill_(0, unused, False)
+    each = [params(), params(temperature=0.6), params(top_p=0.9), params(temperature=0.0)]
+    uniform = torch.tensor([0.0, 0.3, 0.6, ALMOST_ONE], dtype=torch.float64)
+    given = logits.clone()
+    tokens, logprobs = sample(given, SamplingTensors.of(each, CPU), uniform, KERNELS[-1], unused)
+    assert used[tokens].all()
+    table = torch.log_softmax(logits / torch.tensor([1.0, 0.6, 1.0, 1.0])[:, None], -1)
+    expected = table.gather(1, tokens[:, None])[:, 0]
+    for row in (0, 1, 3):
+        assert logprobs[row].item() == pytest.approx(expected[row].item(), abs=1e-5)
+    masked = logits.masked_fill(~used, NEG_INF)
+    (token,), (logprob,) = draw(masked[2:3], each[2], uniform[2:3])
+    assert (tokens[2].item(), logprobs[2].item()) == (token, pytest.approx(logprob, abs=1e-6))
+    assert tokens[3] == masked[3].argmax()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from treadle.chat import Codec
 from treadle.errors import EngineError
-from treadle.models.load import context_length
+from treadle.models.context import context_length
+from treadle.models.forward import head_of
 from treadle.rollout.engines.base import EnginePart, check_request
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
 from treadle.types import Completion, SamplingParams
@@ -35,8 +36,8 @@ class TorchEngine:
         self._max_length = context_length(model.config)
         self._own = ThreadPoolExecutor(1, thread_name_prefix="torch-engine") if compute is None else None
         self._executor: Executor = compute or self._own
-        eos = codec.eos_token_ids
-        self._scheduler = self._executor.submit(Scheduler, model, eos, codec.decode, limits).result()
+        eos, unused = codec.eos_token_ids, codec.ids_without_token(head_of(model).weight.shape[0])
+        self._scheduler = self._executor.submit(Scheduler, model, eos, codec.decode, limits, unused).result()
         self._queues: dict[Request, asyncio.Queue[Completion | BaseException]] = {}
         self._arrived: list[Request] = []
         self._left: list[Request] = []

@@ -7,7 +7,10 @@ entry and takes half of a decode step on CPU.
 The uniform number is a hash of the sample's seed and the token's position, so equal logits give a sample the same
 tokens whatever else is in the batch, and there is no generator state to save.
 
-Axis letters: `B` rows, `V` vocabulary.
+A model whose embeddings are padded has logits for ids that are no token. They are never drawn, and still count in the
+logprobs of the others: those are of the model's whole distribution, as the trainer computes it.
+
+Axis letters: `B` rows, `V` vocabulary, `U` ids without a token.
 """
 
 from __future__ import annotations
@@ -57,6 +60,11 @@ class SamplingTensors:
             cuts=any(p.temperature > 0 and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0) for p in params),
         )
 
+    @property
+    def cut(self) -> Tensor:
+        """bool [B]: True for rows that leave tokens out."""
+        return ((self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)) & ~self.greedy
+
     def part(self, rows: slice) -> SamplingTensors:
         """The settings of some of the rows."""
         names = ("temperature", "greedy", "top_p", "top_k", "min_p")
@@ -81,13 +89,40 @@ def row_seed(seed: int, index: int) -> int:
 
 
 def sample(
-    logits: Tensor, settings: SamplingTensors, uniform: Tensor, kernels: CpuKernels | None = None
+    logits: Tensor,
+    settings: SamplingTensors,
+    uniform: Tensor,
+    kernels: CpuKernels | None = None,
+    unused: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: logits [B, V], uniform float64 [B] → (tokens int64 [B], logprobs float32 [B]).
+    """Draw one token a row.
 
-    The logprob is that of the distribution drawn from, after temperature and cuts; for a greedy row that of
-    temperature 1. Raises `EngineError` for logits that are not finite (−inf at some tokens is fine).
+    Args:
+        logits: [B, V]; overwritten at `unused`.
+        settings: of the rows.
+        uniform: float64 [B] in [0, 1).
+        kernels: computes where it can.
+        unused: int64 [U], the ids that are never drawn.
+    Returns:
+        tokens int64 [B], and their logprobs float32 [B]: after temperature (for a greedy row at temperature 1), and for a
+        row that cuts something of what the cut leaves.
+    Raises:
+        EngineError: if logits are not finite; −inf at some tokens is fine.
     """
+    if unused is None:
+        return _drawn(logits, settings, uniform, kernels)
+    hidden = logits.index_select(1, unused)
+    logits.index_fill_(1, unused, -torch.inf)
+    tokens, logprobs = _drawn(logits, settings, uniform, kernels)
+    scores = torch.cat([logits.gather(1, tokens[:, None]), hidden], dim=1).double() / settings.temperature[:, None]
+    gap = torch.logsumexp(scores[:, 1:], dim=1) - (scores[:, 0] - logprobs)  # log of their sum over that of the others
+    whole = logprobs - torch.nn.functional.softplus(gap).to(logprobs.dtype)
+    return tokens, torch.where(settings.cut, logprobs, whole)
+
+
+def _drawn(
+    logits: Tensor, settings: SamplingTensors, uniform: Tensor, kernels: CpuKernels | None
+) -> tuple[Tensor, Tensor]:
     if kernels is not None and logits.dtype == kernels.dtype and not settings.cuts:
         tokens, logprobs, damaged = kernels.draw(logits.contiguous(), settings.temperature, settings.greedy, uniform)
         _refuse_damaged(damaged, len(logits))

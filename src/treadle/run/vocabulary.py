@@ -1,0 +1,50 @@
+"""Compare the tokens of a run's tokenizer with the rows of its models' embeddings, before any weights are read."""
+
+from __future__ import annotations
+
+from treadle.chat import Codec
+from treadle.config import Config
+from treadle.config.chosen import estimator_of
+from treadle.errors import ModelError
+from treadle.models.bundled import resolve
+from treadle.models.load import embedding_rows, load_config
+
+
+def check_vocabulary(config: Config, codec: Codec, model_path: str, *, fetch_missing: bool = True) -> None:
+    """Check that every model of the run has an embedding for every token of the tokenizer.
+
+    Args:
+        config: the run's configuration.
+        codec: the tokenizer of the model that is trained.
+        model_path: where that model is.
+        fetch_missing: download a bundled model that is not here yet.
+    Raises:
+        ModelError: if a model has fewer rows than the tokenizer has ids.
+    """
+    algorithm, found = config.algorithm, estimator_of(config)
+    has_critic = algorithm.custom_advantage_path is not None or (found is not None and found[1].uses_critic)
+    models = {"--hf-checkpoint": model_path}
+    if not config.debug.debug_rollout_only:
+        others = {
+            "--ref-load": config.model.ref_load if algorithm.use_kl_loss or algorithm.kl_coef > 0 else None,
+            "--critic-load": config.critic.critic_load if has_critic else None,
+        }
+        models |= {flag: resolve(name, fetch_missing) for flag, name in others.items() if name is not None}
+    largest, token = codec.largest_id
+    for flag, path in models.items():
+        rows = embedding_rows(load_config(path))
+        if rows is not None and rows <= largest:
+            raise ModelError(
+                f"{flag} {path!r} has embeddings for {rows} ids, 0 to {rows - 1}, but the tokenizer of {codec.name!r} has "
+                f"tokens up to id {largest} ({token!r}), which the model can't read; use the tokenizer that belongs to it, "
+                "or resize its embeddings"
+            )
+
+
+def padding_note(codec: Codec, model_path: str) -> str | None:
+    """Return what to say of embeddings that no token of the tokenizer has; None if there are none."""
+    rows = embedding_rows(load_config(model_path))
+    unused = len(codec.ids_without_token(rows or 0))
+    if not unused:
+        return None
+    return f"{unused} of the model's {rows} embeddings belong to no token of its tokenizer; these ids are never sampled"
