@@ -219,7 +219,7 @@ def go_on_from(checkpoint: Checkpoint, folder: Path) -> None:
 
     Checkpoints of later rollouts stay until they are written again.
     """
-    if checkpoint.path.parent.resolve() != folder.resolve():
+    if os.path.realpath(checkpoint.path.parent) != os.path.realpath(folder):
         return
     _put_back(folder)
     name = f"{PREFIX}{checkpoint.rollout_id:06d}"

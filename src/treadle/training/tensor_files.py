@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, first_line
 from treadle.training.ranks import Ranks
 
 MAX_FILE_BYTES = 2 << 30
@@ -96,7 +96,10 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, stem: str):
         files = sorted({*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")})
-        self._handles = [safe_open(file, framework="pt") for file in files]
+        try:
+            self._handles = [safe_open(file, framework="pt") for file in files]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{str(folder)!r} has tensors that can't be read: {first_line(error)}") from error
         self._places = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.errors import ConfigError, RankError
+from treadle.errors import CheckpointError, ConfigError, RankError
 from treadle.training.host_memory import HostCopies
 from treadle.training.micro_batches import with_last
 from treadle.training.packing import empty_row
@@ -161,3 +161,10 @@ def test_weights_for_others_are_named_before_they_are_sent(make_trainer) -> None
     found = {name: (tuple(t.shape), t.dtype) for name, t in trainer.full_parameters()}
     assert found == {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
     assert list(found) == list(specs)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x02\x00\x00\x00\x00\x00\x00\x00[]"])
+def test_a_file_that_holds_no_tensors_is_damage(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="has tensors that can't be read"):
+        TensorFiles(tmp_path, "model")
