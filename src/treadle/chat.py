@@ -290,6 +290,12 @@ def load_codec(path: str, template_kwargs: Mapping[str, Any] | None = None) -> C
         raise ModelError(
             f"no tokenizer in {path!r}: {first_line(error)}; a model folder needs tokenizer.json beside config.json"
         ) from error
+    try:
+        tokenizer.decode(tokenizer("a", add_special_tokens=False)["input_ids"])
+    except Exception as error:  # settings that are loaded as they are and fail in use
+        raise ModelError(
+            f"the tokenizer in {path!r} can't encode and decode a letter: {first_line(error)}; restore its files"
+        ) from error
     eos = _eos_ids(path, len(tokenizer))
     if tokenizer.eos_token_id is not None:
         eos.add(int(tokenizer.eos_token_id))

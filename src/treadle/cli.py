@@ -38,6 +38,9 @@ A recipe is a TOML file; a flag wins over it. `treadle train --help` lists every
   treadle --help
 """
 
+MAX_LINE_LENGTH = 2000
+"""Characters of a message that are shown of a line; a name from a file may have millions."""
+
 EXIT_INTERNAL_ERROR = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -75,9 +78,17 @@ def _report(text: str) -> None:
 
     The faults of a configuration are a line each; everything else is one line.
     """
+    from treadle.observe.show_text import shorten_middle, visible
+
+    lines = [shorten_middle(visible(line), MAX_LINE_LENGTH) for line in text.split("\n  ")]
+    print("treadle: " + "\n  ".join(lines), file=sys.stderr)
+
+
+def _show(page: str) -> None:
+    """Print a page whose words may come from files and models."""
     from treadle.observe.show_text import visible
 
-    print("treadle: " + "\n  ".join(visible(line) for line in text.split("\n  ")), file=sys.stderr)
+    print("\n".join(visible(line) for line in page.rstrip("\n").split("\n")))
 
 
 def _last_resort(error: Exception) -> int:
@@ -171,7 +182,7 @@ def _plan(words: list[str]) -> int:
     config, recipe_name = _load("plan", words)
     from treadle.run.plan import plan_run
 
-    print(plan_run(config, recipe_name), end="")
+    _show(plan_run(config, recipe_name))
     return 0
 
 
@@ -223,7 +234,7 @@ def _model(words: list[str]) -> int:
     elif given.command == "info":
         from treadle.models.export import model_info
 
-        print(model_info(given.path))
+        _show(model_info(given.path))
     else:
         from treadle.run.start import export
 

@@ -30,6 +30,9 @@ from treadle.errors import ConfigError
 
 T = TypeVar("T")
 
+end_process = os._exit
+"""Ends the process also while a user's code runs, where `os._exit` itself raises (see `user_code`)."""
+
 _MAX_ERROR_CHARS = 300
 _MISSING = object()
 
@@ -66,7 +69,6 @@ _inside = threading.local()  # `pid`: the process in which this thread runs a us
 @functools.cache
 def _catch_exits() -> None:
     """Make `os._exit` raise where a user's code calls it; everywhere else, forked children included, it ends the process."""
-    end_process = os._exit
 
     def _exit(status: int) -> NoReturn:
         if getattr(_inside, "pid", None) == os.getpid():

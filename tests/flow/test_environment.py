@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from treadle.config import RewardSection
 from treadle.errors import ConfigError
 from treadle.rollout.conversation import Conversation, TurnLimits
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
-from treadle.rollout.envs import load_environment
+from treadle.rollout.envs import IsolatedEnvironment, load_environment
 from treadle.rollout.manager import Collect, RolloutManager
 from treadle.rollout.rewards import build_scorer
 from treadle.types import NO_VERSION, Prompt, Sample, SamplingParams, Status
@@ -42,7 +43,7 @@ def play(tiny_model, tiny_codec) -> Callable[..., Sample]:
     def run(script: Reply, *, max_turns: int = 8, max_new_tokens: int = 40, max_length: int = 256) -> Sample:
         async def main() -> Sample:
             engine = TorchEngine(tiny_model, tiny_codec, EngineLimits(8, 1 << 24))
-            limits = TurnLimits(max_turns, reply_timeout_seconds=0.5, max_length=max_length)
+            limits = TurnLimits(max_turns, max_length)
             conversation = Conversation(engine, tiny_codec, Scripted(script), limits)
             manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, conversation=conversation)
             text = tiny_codec.render_messages([{"role": "user", "content": "hello"}])
@@ -99,13 +100,13 @@ def test_the_number_of_turns_and_of_tokens_is_bounded(play) -> None:
 @pytest.mark.parametrize(
     ("reply", "why"),
     [
-        (3, "it returned 3 of type int; return text, a list of messages"),
-        ({"role": "user", "content": "x"}, "of type dict"),
-        ([], r"it returned \[\] of type list"),
-        (["x"], "message 0 it returned is of type str"),
-        ([{"role": "user", "content": "x"}, {"text": "x"}], r"message 1 it returned has the keys \['text'\]"),
+        (3, "returned 3 of type int; return text, a list of messages"),
+        ({"role": "user", "content": "x"}, "returned .* of type dict"),
+        ([], r"returned \[\] of type list"),
+        (["x"], "returned a list whose item 0 is of type str"),
+        ([{"role": "user", "content": "x"}, {"text": "x"}], r"returned a message with the keys \['text'\]"),
         ([{"role": "user", "content": 1 / 3, "when": object}], ""),  # the template makes what it can of it
-        ("\ud800", "raised"),
+        ("\ud800", "can't encode"),
     ],
 )
 def test_a_reply_of_the_wrong_kind_fails_its_sample_only(play, reply, why) -> None:
@@ -119,13 +120,99 @@ def test_a_reply_of_the_wrong_kind_fails_its_sample_only(play, reply, why) -> No
         assert sample.status is Status.COMPLETED
 
 
-def test_an_environment_that_raises_or_hangs_fails_its_sample_only(play) -> None:
-    sample = play(lambda prompt, turns: 1 / 0)
-    assert sample.status is Status.FAILED
-    assert "ZeroDivisionError" in sample.failure
-    sample = play(lambda prompt, turns: asyncio.sleep(60))
-    assert sample.status is Status.FAILED
-    assert sample.failure == "environment: no reply within 0.5 s"
+ENVIRONMENT = """
+import asyncio, os, re, signal, sys, time
+
+async def reply(prompt, turns):
+    \"\"\"Do what the row of the sample says, after its first turn.\"\"\"
+    word = prompt.columns["do"]
+    if word == "raise":
+        raise KeyError("gone")
+    if word == "hang":
+        await asyncio.sleep(60)
+    if word == "block":
+        time.sleep(60)
+    if word == "exit":
+        os._exit(0)
+    if word == "sys.exit":
+        sys.exit(0)
+    if word == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if word == "number":
+        return 7
+    if word == "nested":
+        value = []
+        for _ in range(500):
+            value = [value]
+        return [{"role": "user", "content": value}]
+    await asyncio.sleep(0.2)
+    return [{"role": "user", "content": "go on"}] if len(turns) < 3 else None
+
+
+class CanNotBeMade:
+    def __init__(self):
+        sys.exit(0)
+
+    async def reply(self, prompt, turns):
+        return None
+
+
+def blocking(prompt, turns):
+    return "b"
+"""
+
+
+@pytest.fixture
+def run_rows(tiny_model, tiny_codec, tmp_path) -> Callable[[list[str]], list[Sample]]:
+    """One sample of each row, all at once, with the environment above in its own process and a deadline of 1.5 s."""
+    (tmp_path / "envs.py").write_text(ENVIRONMENT)
+
+    def run(words: list[str]) -> list[Sample]:
+        async def main() -> list[Sample]:
+            engine = TorchEngine(tiny_model, tiny_codec, EngineLimits(64, 1 << 24))
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(engine.close)
+                environment = await IsolatedEnvironment.open(f"{tmp_path}/envs.py:reply", 1.5)
+                stack.push_async_callback(environment.close)
+                conversation = Conversation(engine, tiny_codec, environment, TurnLimits(8, 256))
+                manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, conversation=conversation)
+                text = tiny_codec.render_messages([{"role": "user", "content": "hello"}])
+                tokens = tuple(tiny_codec.encode_rendered(text))
+                prompts = [Prompt(i, tokens, text, label="x", columns={"do": word}) for i, word in enumerate(words)]
+                sampling = SamplingParams(40, stop=tuple(CHARACTERS))
+                scorer = await stack.enter_async_context(build_scorer(RewardSection(rm_type=("exact",))))
+                groups = await manager.collect(Collect("test", prompts, sampling, 1, 3), scorer)
+                return [group.samples[0] for group in groups]
+
+        return asyncio.run(main())
+
+    return run
+
+
+def test_an_environment_that_goes_wrong_costs_its_own_samples_only(run_rows) -> None:
+    words = ["fine", "raise", "block", "fine", "exit", "sys.exit", "number", "nested", "fine"]
+    samples = run_rows(words)
+    fine = [sample for word, sample in zip(words, samples, strict=True) if word == "fine"]
+    assert [sample.status for sample in fine] == [Status.COMPLETED] * 3
+    assert all(np.count_nonzero(np.diff(s.loss_mask.astype(int)) == 1) == 3 for s in fine), "three turns each"
+    failures = {w: s.failure for w, s in zip(words, samples, strict=True) if s.status is Status.FAILED}
+    assert failures.keys() == set(words) - {"fine"}
+    for word, why in {
+        "raise": "raised KeyError: 'gone' (envs.py:",
+        "block": "timed out after 1.5 s (it blocks its event loop)",
+        "exit": "its worker process died (exit code 0)",
+        "sys.exit": "raised SystemExit: 0 (envs.py:",
+        "number": "returned 7 of type int; return text, a list of messages",
+        "nested": "raised ValueError: it is nested more than 100 deep",
+    }.items():
+        assert failures[word].startswith(f"environment: {why}"), failures[word]
+
+
+def test_one_that_waits_too_long_and_one_that_crashes(run_rows) -> None:
+    hangs, fine, crashes = run_rows(["hang", "fine", "segfault"])
+    assert hangs.failure == "environment: timed out after 1.5 s"
+    assert crashes.failure == "environment: its worker process died (killed by SIGSEGV)"
+    assert fine.status is Status.COMPLETED
 
 
 def test_environments_are_found_by_path(tmp_path: Path) -> None:
@@ -134,10 +221,39 @@ def test_environments_are_found_by_path(tmp_path: Path) -> None:
         "async def function(prompt, turns):\n    return 'f'\n"
         "class Class:\n    async def reply(self, prompt, turns):\n        return 'c'\n"
         "instance = Class()\n"
-        "def blocking(prompt, turns):\n    return 'b'\n"
     )
     for name, answer in (("function", "f"), ("Class", "c"), ("instance", "c")):
         environment = load_environment(f"{file}:{name}")
         assert asyncio.run(environment.reply(Prompt(0, (1,), ""), ["x"])) == answer
-    with pytest.raises(ConfigError, match="async def reply"):
-        load_environment(f"{file}:blocking")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("blocking", r"envs.py:blocking' has no `async def reply\(prompt, turns\)`"),
+        ("CanNotBeMade", r"envs.py:CanNotBeMade' can't be made: it raised SystemExit: 0 \(envs.py:"),
+        ("nowhere", "has no 'nowhere'"),
+    ],
+)
+def test_an_environment_that_can_not_be_made_is_a_mistake_of_the_configuration(tmp_path: Path, name, message) -> None:
+    (tmp_path / "envs.py").write_text(ENVIRONMENT)
+    with pytest.raises(ConfigError, match=message) as caught:
+        asyncio.run(IsolatedEnvironment.open(f"{tmp_path}/envs.py:{name}", 5.0))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_environment_is_given_the_prompt_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "shows.py").write_text("async def reply(prompt, turns):\n    return repr((prompt, turns))\n")
+    prompt = Prompt(
+        3, (1, 2), "hé\ud800", label={"a": 1.5}, columns={"c": [None]}, data_name="d", row=4,
+        messages=({"role": "user", "content": "x"},), metadata={"m": True},
+    )  # fmt: skip
+
+    async def main() -> Any:
+        environment = await IsolatedEnvironment.open(f"{tmp_path}/shows.py:reply", 30.0)
+        try:
+            return await environment.reply(prompt, ["one", "two"])
+        finally:
+            await environment.close()
+
+    assert asyncio.run(main()) == repr((prompt, ("one", "two")))

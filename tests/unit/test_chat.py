@@ -300,3 +300,11 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"no tokenizer in .*tokenizer\.json") as caught:
         load_codec(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_fails_in_use_is_refused_when_it_is_loaded(tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": "x"}))
+    with pytest.raises(ModelError, match="can't encode and decode a letter"):
+        load_codec(str(folder))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -116,15 +115,15 @@ def test_a_forked_child_of_a_users_code_may_end_itself() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
-def test_os_exit_ends_the_process_outside_of_users_code() -> None:
-    program = """
-        import os
-        from treadle.registry import user_code
-        with user_code(ValueError):
-            pass
-        os._exit(5)
-    """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60).returncode == 5
+@pytest.mark.parametrize("inside", ["pass", "treadle.registry.end_process(5)"])
+def test_the_run_itself_can_end_the_process(inside: str) -> None:
+    program = f"""
+import os, treadle.registry
+with treadle.registry.user_code(ValueError):
+    {inside}
+os._exit(5)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 5
 
 
 def test_a_file_may_import_its_neighbour_but_not_hide_a_module_of_python(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
+MAX_FLOAT = 3.4028234663852886e38
 
 PATH_FIELDS = frozenset(
     """hf_checkpoint ref_load opd_teacher_load critic_load prompt_data eval_prompt_data custom_env_path group_filter rm_type
@@ -21,9 +22,11 @@ _MAX_SHOWN = 80
 
 
 def check_value(value: Any) -> Any:
-    """Return the value; raise `ValueError` for an integer beyond 64 bits and for text that is not UTF-8, also inside it."""
+    """Return the value; raise `ValueError` for numbers that no tensor holds and for text that is not UTF-8, also inside it."""
     if isinstance(value, int) and not MIN_INTEGER <= value <= MAX_INTEGER:
         raise ValueError(f"must fit in 64 bits ({MIN_INTEGER} to {MAX_INTEGER})")
+    if isinstance(value, float) and abs(value) > MAX_FLOAT:
+        raise ValueError(f"must fit in a float32 (at most {MAX_FLOAT:g})")
     if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError("must be text in UTF-8")
     if isinstance(value, dict):

@@ -28,6 +28,8 @@ _CHUNK_BYTES = 1 << 24
 class ArrowReader:
     """Reader over a `datasets.Dataset`."""
 
+    adds_nulls = True
+
     def __init__(self, dataset: Dataset, name: str):
         self._dataset = dataset.with_format(None)  # a saved set may carry a format that gives tensors
         self._name = name
@@ -73,6 +75,7 @@ def read_parquet(path: Path) -> ArrowReader:
         raise DataError(f"{path} is not a readable parquet file: {first_line(error)}") from error
     if num_rows == 0:
         raise DataError(f"{path} is empty: it has a schema but no rows")
+    datasets.disable_progress_bars()
     try:
         found = datasets.load_dataset(
             "parquet", data_files=glob.escape(str(path.resolve())), split="train", trust_remote_code=False
@@ -145,6 +148,7 @@ def read_folder(path: Path, split: str | None) -> ArrowReader:
     import datasets
 
     _check_folder(path)
+    datasets.disable_progress_bars()
     try:
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         if saved:

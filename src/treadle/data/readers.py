@@ -6,11 +6,12 @@ import difflib
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle.data.arrow_reader import read_csv, read_folder, read_hub, read_parquet
+from treadle.data.arrow_reader import ArrowReader, read_csv, read_folder, read_hub, read_parquet
 from treadle.data.depth import TOO_DEEP, is_too_deep
 from treadle.data.gym_reader import GYM_PREFIX, GymReader
 from treadle.data.json_reader import JsonReader
@@ -65,7 +66,8 @@ class RowsReader:
     def row(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)} in {self._name}")
-        row = self._rows[index]
+        with user_code(lambda what: DataError(f"{self.locate(index)}: {self._name} {what}")):
+            row = self._rows[index]
         if not isinstance(row, Mapping):
             raise DataError(f"{self.locate(index)}: a {type(row).__name__}, not a dict of columns")
         if is_too_deep(row):
@@ -77,6 +79,52 @@ class RowsReader:
 
     def locate(self, index: int) -> str:
         return f"{self._name}, row {index}"
+
+
+class UserReader:
+    """Reader of the user's own class; whatever it raises or returns that is no row is a `DataError` that names it."""
+
+    def __init__(self, reader: Reader, location: str):
+        self._reader = reader
+        self._name = f"data reader {location!r}"
+
+    def _calling(self) -> AbstractContextManager[None]:
+        return user_code(lambda what: DataError(f"{self._name} {what}"))
+
+    def __len__(self) -> int:
+        with self._calling():
+            return len(self._reader)
+
+    @property
+    def columns(self) -> Sequence[str]:
+        with self._calling():
+            return [str(name) for name in self._reader.columns]
+
+    def row(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} in {self._name}")
+        with self._calling():
+            row = self._reader.row(index)
+        if not isinstance(row, Mapping):
+            raise DataError(f"{self._name}: row {index} is a {type(row).__name__}, not a dict of columns")
+        if is_too_deep(row):
+            raise DataError(f"{self.locate(index)}: {TOO_DEEP}")
+        return dict(row)
+
+    def column(self, name: str, start: int, stop: int) -> list[Any]:
+        with self._calling():
+            values = list(self._reader.column(name, start, stop))
+        if len(values) != stop - start:
+            raise DataError(f"{self._name}: {len(values)} values of column {name!r} for rows {start} to {stop}")
+        return values
+
+    def locate(self, index: int) -> str:
+        with self._calling():
+            return str(self._reader.locate(index))
+
+    @property
+    def adds_nulls(self) -> bool:
+        return adds_nulls(self._reader)
 
 
 class SlicedReader:
@@ -104,6 +152,15 @@ class SlicedReader:
 
     def locate(self, index: int) -> str:
         return self._reader.locate(self._start + index)
+
+    @property
+    def adds_nulls(self) -> bool:
+        return adds_nulls(self._reader)
+
+
+def adds_nulls(reader: Reader) -> bool:
+    """Return whether a reader gives each object in a column the keys of all others, as None; Arrow does."""
+    return bool(getattr(reader, "adds_nulls", False))
 
 
 def open_reader(source: str) -> Reader:
@@ -246,8 +303,9 @@ def _open_object(location: str) -> Reader:
         with user_code(lambda what: DataError(f"data reader {location!r} {what}")):
             found = found()
     if all(hasattr(found, name) for name in ("row", "column", "locate", "__len__")):
-        reader: Reader = found
-        return reader
+        return UserReader(found, location)
+    if type(found).__module__.startswith("datasets.") and hasattr(found, "column_names"):
+        return ArrowReader(found, location)
     if isinstance(found, str | bytes | Mapping) or not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise DataError(
             f"data reader {location!r} gave a {type(found).__name__}; it must give a Reader or a sequence of dict rows"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from treadle.chat import Codec
+from treadle.errors import TreadleError
 from treadle.registry import describe_error
 from treadle.rollout.engines.base import Engine
-from treadle.rollout.envs import Environment, Reply, read_reply
+from treadle.rollout.envs import Environment, read_reply
+from treadle.rollout.isolation.fault import CallFault
 from treadle.rollout.trajectory import Trajectory, failed
 from treadle.types import Completion, Message, Sample, SamplingParams, Status
 
@@ -20,7 +21,6 @@ class TurnLimits:
     """How long a conversation may be; `max_length` is the model's context in tokens."""
 
     max_turns: int
-    reply_timeout_seconds: float
     max_length: int
 
 
@@ -40,14 +40,10 @@ class Conversation:
         completion, status = first, first.status
         while status is Status.COMPLETED:
             try:
-                reply = await self._reply(trajectory, turns)
+                reply = read_reply(await self.environment.reply(trajectory.prompt, tuple(turns)))
                 given = None if reply is None else self._tokens(reply, completion)
-            except Exception as error:  # an environment is the user's code: it may raise anything
-                why = (
-                    f"no reply within {self.limits.reply_timeout_seconds:g} s"
-                    if isinstance(error, TimeoutError)
-                    else describe_error(error)
-                )
+            except Exception as error:  # an environment is the user's code: it may raise or return anything
+                why = str(error) if isinstance(error, CallFault | TreadleError) else describe_error(error)
                 return failed(self._sample(trajectory, Status.FAILED), f"environment: {why}")
             if given is None:
                 break
@@ -61,11 +57,6 @@ class Conversation:
             turns.append(self.codec.response_text(completion.token_ids))
             status = completion.status
         return self._sample(trajectory, status)
-
-    async def _reply(self, trajectory: Trajectory, turns: list[str]) -> Reply:
-        call = self.environment.reply(trajectory.prompt, tuple(turns))
-        async with asyncio.timeout(self.limits.reply_timeout_seconds):
-            return read_reply(await call)
 
     def _tokens(self, reply: str | Sequence[Message], turn: Completion) -> list[int]:
         if isinstance(reply, str):

@@ -11,7 +11,8 @@ from treadle.chat import load_codec
 from treadle.data import PromptSource
 from treadle.errors import EngineLostError
 from treadle.metrics import Metric, metric
-from treadle.models.load import context_length, load_config
+from treadle.models.context import context_length
+from treadle.models.load import load_config
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.pool import EnginePool, OnPublish
 from treadle.rollout.filters import load_filter
@@ -46,7 +47,7 @@ class RolloutActor:
     def __init__(self, setup: WorkerSetup, places: Places):
         enter_worker(setup)
         self._setup, self._config, self._places = setup, setup.config, places
-        self._codec = load_codec(setup.model_path)
+        self._codec = load_codec(setup.model_path, setup.config.data.template_kwargs)
         self._notes = Notes()
         self._num_workers: dict[int, int] = {}  # by engine
         self._stack = AsyncExitStack()
@@ -80,7 +81,7 @@ class RolloutActor:
         self._pool = EnginePool(engines, self._restart_engine, pool_limits(config), self._notes.warn)
         self._stack.push_async_callback(self._pool.close)
         context = context_length(load_config(self._setup.model_path))
-        manager = build.manager_of(config, self._pool, self._codec, context)
+        manager = await build.open_manager(config, self._pool, self._codec, context, self._stack)
         keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
         self._rollouts = Rollouts(config, Generation(manager, self._source, scorer, sets, keep), self._show)
 

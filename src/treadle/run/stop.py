@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from treadle.registry import end_process
+
 Result = TypeVar("Result")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -68,7 +70,7 @@ def stops_on_signals(stop: Stop, told: Callable[[str], None]) -> Iterator[None]:
         if stop.requested:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)
-            os._exit(128 + signum)  # threads may be deep in a step: nothing gentler is at once
+            end_process(128 + signum)  # threads may be deep in a step: nothing gentler is at once
         stop.signum = signum
         loop.call_soon_threadsafe(stop.request, signum)
         loop.call_soon_threadsafe(

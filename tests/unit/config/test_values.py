@@ -48,6 +48,11 @@ def test_every_number_is_finite():
         assert "--lr" in refusal("--lr", text)
 
 
+def test_every_number_fits_in_a_float32():
+    assert "float32" in refusal("--reward-clip-high", "1e300")
+    assert load_config(None, ["--reward-clip-high", "3e38"]).reward.reward_clip_high == 3e38
+
+
 def test_text_that_is_not_utf_8_is_refused():
     assert "UTF-8" in refusal("--prompt-suffix", "\udcff")
     assert "UTF-8" in refusal("--rollout-stop", "a", "\udcff")

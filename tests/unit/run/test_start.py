@@ -96,7 +96,7 @@ def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config
 
     async def main():
         engine = build.open_torch_engine(config, tiny_model, tiny_codec, ComputeThread())
-        manager = build.manager_of(config, engine, tiny_codec, 256)
+        manager = await build.open_manager(config, engine, tiny_codec, 256, AsyncExitStack())
         assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
         assert manager.conversation is None
         limits = engine._scheduler.limits

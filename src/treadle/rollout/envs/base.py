@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from treadle.errors import ConfigError
 from treadle.registry import resolve, user_code
+from treadle.rollout.isolation.fault import CallFault
 from treadle.types import Message, Prompt
 
 Reply = str | Sequence[Message] | None
@@ -25,10 +26,12 @@ class Environment(Protocol):
     """Answers the model after each of its turns."""
 
     async def reply(self, prompt: Prompt, turns: Sequence[str]) -> Reply:
-        """The answer to the last of the model's turns; `turns` are their texts in order.
+        """Return the answer to the last of the model's turns; `turns` are their texts in order.
 
         Whatever it raises, or a reply later than the deadline, marks that sample failed. One environment serves all
-        samples at once: what it remembers it keeps by prompt and turns, not on itself.
+        samples at once, in a process of its own. What it remembers it keeps by prompt and turns, and it must be able to
+        answer the same turns again: a reply is asked for once more, in a new process, if another call ended the process
+        or kept the event loop.
         """
         ...
 
@@ -37,19 +40,19 @@ def read_reply(value: Any) -> Reply:
     """Return what an environment answered, checked.
 
     Raises:
-        TypeError: if it is neither text, nor a list of messages, nor None.
+        CallFault: if it is neither text, nor a list of messages, nor None.
     """
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not value:
         text = repr(value)
         text = text if len(text) <= 60 else text[:60] + "…"
-        raise TypeError(f"it returned {text} of type {type(value).__name__}; {_REPLIES}")
+        raise CallFault(f"returned {text} of type {type(value).__name__}; {_REPLIES}")
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
-            raise TypeError(f"message {number} it returned is of type {type(message).__name__}; {_REPLIES}")
+            raise CallFault(f"returned a list whose item {number} is of type {type(message).__name__}; {_REPLIES}")
         if not isinstance(message.get("role"), str) or "content" not in message:
-            raise TypeError(f"message {number} it returned has the keys {sorted(map(str, message))}; {_REPLIES}")
+            raise CallFault(f"returned a message with the keys {sorted(map(str, message))}; {_REPLIES}")
     return value
 
 
@@ -63,16 +66,24 @@ class _FunctionEnvironment:
         return await self._function(prompt, turns)
 
 
-def load_environment(path: str) -> Environment:
-    """The environment at `file.py:object` or `package.module:object`: an object with `reply`, a class, or a function.
+def find_environment(path: str) -> Any:
+    """Return what is at `file.py:object` or `package.module:object`: an object with `reply`, a class, or a function.
 
-    Raises `ConfigError` where it is none of these or `reply` is not `async`.
+    Raises:
+        ConfigError: if it is none of these or `reply` is not `async`.
     """
     found: Any = resolve("environment", path, {})
+    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "reply", None)):
+        return found
+    raise ConfigError(f"environment {path!r} has no `async def reply(prompt, turns)`")
+
+
+def load_environment(path: str) -> Environment:
+    """Import the environment at a path and make it; raises `ConfigError` if it can't be made."""
+    found = find_environment(path)
     if inspect.iscoroutinefunction(found):
         return _FunctionEnvironment(found)
+    if not inspect.isclass(found):
+        return cast(Environment, found)
     with user_code(lambda what: ConfigError(f"environment {path!r} can't be made: it {what}")):
-        environment = found() if inspect.isclass(found) else found
-    if not inspect.iscoroutinefunction(getattr(environment, "reply", None)):
-        raise ConfigError(f"environment {path!r} has no `async def reply(prompt, turns)`")
-    return environment
+        return cast(Environment, found())

@@ -35,6 +35,7 @@ _GRACE_SECONDS = 1.0  # a concurrent worker keeps deadlines itself; one that is 
 _STALL_SECONDS = 1.0
 _POLL_SECONDS = 0.01
 _MAX_PROCESSES = 8
+_MAX_FAILED_STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class WorkerPool:
         self._thread: threading.Thread | None = None
         self._bell: socket.socket | None = None
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = ""  # why, once it is
+        self._failed_starts = 0  # in a row
 
     def submit(self, index: int, payload: Any) -> Future[Any]:
         """Queue a call of the handler of `specs[index]`; the future gets its answer, or a `CallFault`.
@@ -98,7 +100,7 @@ class WorkerPool:
         call = _Call(next(self._numbers), index, payload, Future())
         with self._lock:
             if self._closed:
-                raise CallFault("the workers are closed")
+                raise CallFault(self._closed)
             if self._thread is None:
                 self._bell, bell = socket.socketpair()
                 self._selector.register(bell, selectors.EVENT_READ)
@@ -111,7 +113,7 @@ class WorkerPool:
     def close(self) -> None:
         """Kill the workers and fail all calls; waits 10 s at most. Safe to call twice."""
         with self._lock:
-            self._closed = True
+            self._closed = self._closed or "the workers are closed"
         self._post("close", None)
         if self._thread is not None:
             self._thread.join(2 * _END_SECONDS)
@@ -142,7 +144,7 @@ class WorkerPool:
         except BaseException as error:  # ours; still no call may wait for ever
             reason = f"could not be run: {error!r}"
         with self._lock:
-            self._closed = True
+            self._closed = self._closed or reason
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -251,7 +253,7 @@ class WorkerPool:
         if worker.ready and "blocked" not in message:
             self._expect(worker)
         if "ready" in message:
-            worker.ready = True
+            worker.ready, self._failed_starts = True, 0
             for call in list(worker.calls.values()):
                 self._send(worker, call)
         elif "beat" in message:
@@ -332,7 +334,13 @@ class WorkerPool:
             self._selector.unregister(worker.process.connection)
         self._workers.remove(worker)
         worker.process.end(_END_SECONDS)
-        for call in worker.calls.values():
+        calls = list(worker.calls.values())
+        self._failed_starts += not worker.ready
+        if self._failed_starts >= _MAX_FAILED_STARTS:  # each try takes a while, and what waits would fare no better
+            calls += self._waiting
+            self._waiting.clear()
+            self._failed_starts = 0
+        for call in calls:
             _fail(call, reason)
 
     def _sleep_seconds(self) -> float | None:
