@@ -16,6 +16,10 @@ def length(sample):
     return len(sample.response)
 
 
+def huge(sample):
+    return 1e300
+
+
 def parts(sample):
     return {"a": 1, "b/c": 0.5}
 
