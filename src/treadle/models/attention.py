@@ -39,7 +39,6 @@ Pair = Sequence[Tensor]
 class LayerAttention:
     """What a layer says about its attention besides queries, keys and values."""
 
-    layer_idx: int
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
@@ -51,6 +50,26 @@ class AttentionPlan(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
         """query [N, H, D], key and value [N, K, D] with H a multiple of K → [N, H, D]."""
         ...
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call of the attention function: what the layer declares, and the heads it passes."""
+
+    layer: LayerAttention
+    kv_heads: int
+    head_dim: int  # the larger of a key's and a value's
+
+
+class LayerRecorder:
+    """A plan that computes nothing and keeps the calls, in their order."""
+
+    def __init__(self) -> None:
+        self.calls: list[RecordedCall] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
+        self.calls.append(RecordedCall(layer, key.shape[1], max(key.shape[2], value.shape[2])))
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 def treadle_attention(
@@ -75,7 +94,6 @@ def treadle_attention(
     if kwargs.get("s_aux") is not None:
         raise ModelError(f"{type(module).__name__} uses attention sinks, which Treadle does not know yet")
     layer = LayerAttention(
-        layer_idx=module.layer_idx,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
@@ -101,6 +119,10 @@ class PackedAttention:
         self._grids: dict[tuple[int, int, int | None, torch.dtype], Grid] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
+        if key.shape[2] != value.shape[2]:  # zeros change neither scores nor sums; what computes has one head size
+            size = max(key.shape[2], value.shape[2])
+            wide = (widened(x, size) for x in (query, key, value))
+            return self.attend(*wide, layer)[..., : value.shape[2]]
         if self.backend == "auto" and layer.softcap is None:
             out = self._row.attend(query, key, value, layer.scaling, layer.sliding_window)
             if out is not None:
@@ -141,6 +163,11 @@ class PackedAttention:
             values = torch.cat([value[before], value[own]]) if before.stop > before.start else value[own]
             outs.append(causal_attention(query[own], keys, values, layer))
         return torch.cat(outs) if outs else query
+
+
+def widened(x: Tensor, size: int) -> Tensor:
+    """Return heads [N, H, E] with zeros up to `size`."""
+    return x if x.shape[2] == size else F.pad(x, (0, size - x.shape[2]))
 
 
 def capped_scores(scores: Tensor, softcap: float | None) -> Tensor:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from treadle.errors import ConfigError, ModelError, first_line
 from treadle.models.bundled import resolve
-from treadle.models.load import DTYPES, context_length, load_config, read_model, save_pretrained
+from treadle.models.context import context_length
+from treadle.models.load import DTYPES, load_config, read_model, save_pretrained
 from treadle.models.new_folder import new_folder
 from treadle.models.sizes import build_on_meta
 

@@ -7,14 +7,15 @@ last token only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.errors import ModelError
-from treadle.models.attention import PLAN_KEY, AttentionPlan, PackedAttention
+from treadle.models.attention import PLAN_KEY, AttentionPlan, LayerRecorder, PackedAttention, RecordedCall
+from treadle.models.context import check_length
 from treadle.models.layout import Family, PackedLayout
 
 if TYPE_CHECKING:
@@ -56,15 +57,32 @@ def head_of(model: PreTrainedModel) -> Head:
     return Head(layer.weight, layer.bias, scale, softcap)
 
 
+def body_of(model: PreTrainedModel) -> Any:
+    """Return the part of a model that turns tokens into hidden states."""
+    body = model.base_model
+    return model.model if body is model else body  # a class may name a prefix that it does not have
+
+
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
     """Run the model's body on one packed row: token_ids and position_ids int64 [N] → hidden states [N, D]."""
-    out = model.base_model(
+    if isinstance(plan, PackedAttention):
+        check_length(model.config, plan.layout.longest)
+    out = body_of(model)(
         input_ids=token_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         use_cache=False,
         **{PLAN_KEY: plan},
     )
     return out.last_hidden_state.squeeze(0)
+
+
+@torch.no_grad()
+def attention_calls(model: PreTrainedModel) -> list[RecordedCall]:
+    """Return the calls of the attention function in one forward pass, in their order."""
+    token = torch.zeros(1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    recorder = LayerRecorder()
+    hidden_states(model, token, token, recorder)
+    return recorder.calls
 
 
 def check_forward(model: PreTrainedModel, tolerance: float) -> None:
@@ -106,4 +124,6 @@ def _forward_gap(model: PreTrainedModel) -> float:
         finally:
             model.set_attn_implementation(own)
     theirs = torch.cat([first, second[6:]])
+    if not torch.isfinite(theirs).all():
+        raise ModelError(f"the logits of {type(model).__name__} are not finite: its weights are damaged")
     return ((ours - theirs).abs().mean() / theirs.std().clamp_min(1e-12)).item()

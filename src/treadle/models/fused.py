@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from treadle.models.attention import PLAN_KEY, LayerAttention
+from treadle.models.attention import PLAN_KEY, LayerAttention, LayerRecorder
 from treadle.models.cpu_matmul import weight_gradient
 from treadle.one_pass import OnePass
 
@@ -144,9 +144,7 @@ class FusedAttention(nn.Module):
 
     def __init__(self, attention: Any):
         super().__init__()
-        self.layer_idx = attention.layer_idx
-        self.scaling, self.head_dim = attention.scaling, attention.head_dim
-        self.sliding_window = layer_attention(attention).sliding_window
+        self.declared, self.head_dim = declared_attention(attention), attention.head_dim
         self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
         self.o_proj = attention.o_proj
         if hasattr(attention, "q_norm"):
@@ -169,16 +167,29 @@ class FusedAttention(nn.Module):
             query_key = torch.cat([self.q_norm(parts[0]), self.k_norm(parts[1])], dim=1)
         query_key = _Rotation.apply(query_key, *signed_halves(*position_embeddings))
         query, key = query_key.split([own, shared], dim=1)
-        out = plan.attend(query, key, value, layer_attention(self))
+        out = plan.attend(query, key, value, self.declared)
         bias = () if self.o_proj.bias is None else (self.o_proj.bias,)
         return _StackedLinear.apply(out.flatten(1), 1, self.o_proj.weight, *bias).unsqueeze(0), None
 
 
-def layer_attention(attention: Any) -> LayerAttention:
-    """What a plan must know of a layer's attention module."""
-    owner = attention if hasattr(attention, "sliding_window") else attention.config  # Mistral's is the model's
-    window = owner.sliding_window if hasattr(owner, "sliding_window") else None
-    return LayerAttention(attention.layer_idx, attention.scaling, window)
+def declared_attention(attention: nn.Module) -> LayerAttention:
+    """Return what an attention module passes to the attention function besides queries, keys and values.
+
+    The module runs once, on tensors without memory: a window counts only if the module applies it. A Llama config may
+    name a `sliding_window` that its layers ignore.
+    """
+    part: Any = attention
+    meta = torch.device("meta")
+    weights = {name: torch.empty_like(p, device=meta) for name, p in attention.named_parameters()}
+    dtype = part.q_proj.weight.dtype
+    hidden = torch.empty(1, 1, part.q_proj.in_features, dtype=dtype, device=meta)
+    turn = torch.empty(1, 1, part.head_dim, dtype=dtype, device=meta)
+    recorder = LayerRecorder()
+    known = {"position_embeddings": (turn, turn), "attention_mask": None, PLAN_KEY: recorder}
+    with torch.no_grad():
+        torch.func.functional_call(attention, weights, (hidden,), known)
+    (call,) = recorder.calls
+    return call.layer
 
 
 def fuse_layers(model: Any) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttention
 from treadle.models.cpu_kernels import MOST_ROWS, CpuKernels, LayerKernel, cpu_kernels
 from treadle.models.forward import Head, head_of, hidden_states
-from treadle.models.fused import FUSED_MODEL_TYPES, layer_attention, rotate, signed_halves
+from treadle.models.fused import FUSED_MODEL_TYPES, FusedAttention, declared_attention, rotate, signed_halves
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
 
@@ -165,7 +165,7 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         has_norms = hasattr(attention, "q_norm")
         return cls(
-            layer_attention(attention),
+            attention.declared if isinstance(attention, FusedAttention) else declared_attention(attention),
             _Norm(layer.input_layernorm, kernels),
             _Linear(attention.q_proj, attention.k_proj, attention.v_proj),
             (_Norm(attention.q_norm, kernels), _Norm(attention.k_norm, kernels)) if has_norms else None,

@@ -65,6 +65,11 @@ class PackedLayout:
             max((r for f in self.families for r in f.suffixes), default=0),
         )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max((f.prefix + max(f.suffixes, default=0) for f in self.families), default=0)
+
     @cached_property
     def position_ids(self) -> torch.Tensor:
         """int64 [N]: the position of each token in its own sequence."""

@@ -12,7 +12,8 @@ import torch
 
 from treadle.errors import ModelError, first_line
 from treadle.hub import work_offline_if_cut_off
-from treadle.models.attention import ATTENTION_NAME, register_attention
+from treadle.models.architecture import Probe, check_architecture, switch_dropout_off
+from treadle.models.attention import register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
@@ -102,6 +103,23 @@ def load_config(path: str) -> PretrainedConfig:
     return config
 
 
+def check_loadable(path: str, config: PretrainedConfig, *, fused: bool = True) -> Probe:
+    """Check the architecture of the model at `path` without its weights; return what `check_architecture` does.
+
+    Raises:
+        ModelError: if it is not a causal language model, or not a supported one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        kind = type(config).__name__.removesuffix("Config")
+        raise ModelError(f"can't load a causal language model from {path!r}: {kind} ({config.model_type}) is none")
+    try:
+        return check_architecture(config, fused=fused)
+    except ModelError as error:
+        raise ModelError(f"{path!r}: {error}") from error
+
+
 def load_model(
     path: str, dtype: torch.dtype, device: torch.device, *, trainable: bool = True, fused: bool = True
 ) -> PreTrainedModel:
@@ -111,11 +129,13 @@ def load_model(
     generates. `fused` replaces norms (`models/norm.py`), attention's projections and the MLP (`models/fused.py`) by ours.
     Raises `ModelError` for a folder that is not a causal language model or an architecture that can't be packed.
     """
+    probe = check_loadable(path, load_config(path), fused=fused)
     model = read_model(path, dtype, attn_implementation=register_attention())
     model.to(device)
-    model.requires_grad_(trainable)
+    for name, parameter in model.named_parameters():  # reading weights forgets which ones are frozen
+        parameter.requires_grad_(trainable and not probe.freezes(name))
     model.eval()
-    _switch_dropout_off(model)
+    switch_dropout_off(model)
     if fused:
         fuse_norms(model)
         fuse_layers(model)
@@ -138,13 +158,6 @@ def read_model(path: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel
             trust_remote_code=False,
             **options,
         )
-    except KeyError as error:
-        if error.args != (ATTENTION_NAME,):
-            raise ModelError(f"can't load a causal language model from {path!r}: {error!r}") from error
-        raise ModelError(
-            f"{path!r}: {type(config).__name__.removesuffix('Config')} models do not take their attention from "
-            "transformers' attention interface; this architecture is not supported"
-        ) from error
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {path!r}: {first_line(error)}") from error
     check_weights(path, model, found)
@@ -163,9 +176,10 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
     model.tie_weights()
     with suppress(OSError):  # it has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
-    model.requires_grad_(trainable)
+    if not trainable:  # what the architecture itself freezes stays frozen
+        model.requires_grad_(False)
     model.eval()
-    _switch_dropout_off(model)
+    switch_dropout_off(model)
     if fused:
         fuse_norms(model)
         fuse_layers(model)
@@ -190,22 +204,25 @@ def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _switch_dropout_off(model: torch.nn.Module) -> None:
-    """Set every dropout to 0: the modules, and the rates that layers hand to a dropout function or skip a layer by."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and "drop" in name:
-                setattr(module, name, 0.0)
+def stored_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model folder that are no weights, such as the bias of a router."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in weights}
+
+
+def untrained_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a model folder holds beside trained weights: weights that the architecture freezes, and buffers."""
+    frozen = {name: p.detach().float() for name, p in model.named_parameters() if not p.requires_grad}
+    return {**frozen, **stored_buffers(model)}
 
 
 def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> None:
     """Write a model folder (config, generation config, safetensors) with the weights in `state`.
 
-    Tied weights are written once. The folder loads with `AutoModelForCausalLM.from_pretrained`.
+    Tied weights are written once; what is not trained is written as it is. The folder loads with
+    `AutoModelForCausalLM.from_pretrained`.
     """
-    save_pretrained(model, folder, state_dict=state)
+    save_pretrained(model, folder, state_dict={**untrained_tensors(model), **state})
     dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
     if len(dtypes) == 1:
         _write_dtype(folder, dtypes.pop())
@@ -247,17 +264,11 @@ def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 
 def kv_heads_of(hf_config: PretrainedConfig) -> tuple[int, int]:
-    """How many key/value heads a layer has, and their size."""
-    heads = hf_config.num_attention_heads
-    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-    return int(kv_heads), int(head_dim)
-
-
-def context_length(config: PretrainedConfig) -> int:
-    """Longest sequence the model's positions allow, in tokens."""
-    limited = hasattr(config, "max_position_embeddings") and config.max_position_embeddings
-    return int(config.max_position_embeddings) if limited else 1 << 30
+    """How many key/value heads a layer has, and their size; of layers that differ, the largest of both."""
+    layers = hf_config.per_layer_config if getattr(hf_config, "is_heterogeneous", False) else [hf_config]
+    heads = max(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers)
+    sizes = [getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers]
+    return int(heads), int(max(sizes))
 
 
 def embedding_rows(config: PretrainedConfig) -> int | None:

@@ -25,11 +25,12 @@ _LARGEST = {
 def check_sizes(path: str, config: PretrainedConfig) -> None:
     """Raise `ModelError` if a size of the model at `path` is no integer, below 1, or more than any model has.
 
-    A size that the architecture has not, or has for each layer, is left to the architecture.
+    A size that the architecture has not, or lists for each layer, is left to the architecture.
     """
     text_config = config.get_text_config()
+    layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
     for name, largest in _LARGEST.items():
-        value = getattr(text_config, name, None)
+        value = getattr(layers[0], name, None)
         if value is None or isinstance(value, list | tuple):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:

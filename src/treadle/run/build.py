@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 from treadle.chat import Codec, load_codec
 from treadle.config import Config, RewardSection, batch_arithmetic
 from treadle.data import PromptSource, build_eval_sets, build_source
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, ModelError
 from treadle.models.bundled import resolve
-from treadle.models.load import compute_dtype, context_length, load_config, load_model, pick_device
+from treadle.models.context import context_length, context_note
+from treadle.models.load import check_loadable, compute_dtype, load_config, load_model, pick_device
 from treadle.models.value import value_model_of
 from treadle.observe.progress import Progress
 from treadle.rollout.conversation import Conversation, TurnLimits
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.check import check_generation
 from treadle.rollout.envs import IsolatedEnvironment
 from treadle.rollout.manager import RolloutManager
 from treadle.rollout.rewards import RewardScorer, build_scorer
@@ -41,14 +43,16 @@ def longest_prompt(config: Config, model_path: str) -> int:
 
     Raises `ConfigError` where the two do not fit the context together.
     """
-    context = context_length(load_config(model_path))
+    hf_config = load_config(model_path)
+    context = context_length(hf_config)
     response = max(config.rollout.rollout_max_response_len, config.eval.eval_max_response_len or 0)
     room = context - response
     asked = config.data.rollout_max_prompt_len
     if room < 1 or (asked is not None and asked > room):
         parts = f"{asked or 1} prompt and {response} response tokens"
         raise ConfigError(
-            f"{parts} do not fit the model's context of {context}; lower --rollout-max-prompt-len or --rollout-max-response-len"
+            f"{parts} do not fit the model's context of {context}{context_note(hf_config)}; "
+            "lower --rollout-max-prompt-len or --rollout-max-response-len"
         )
     return asked or room
 
@@ -61,6 +65,26 @@ def load_source(config: Config, codec: Codec, max_prompt: int, progress: Progres
             f"{source.num_dropped} prompts longer than {max_prompt} tokens are left out; {len(source)} remain"
         )
     return source
+
+
+def check_models(config: Config, model_path: str, *, fetch_missing: bool = True) -> None:
+    """Check that the architecture of every model of the run is supported, before weights are read.
+
+    Raises:
+        ModelError: if Treadle does not compute what the model does, in training or (with the torch engine) token by token.
+    """
+    fused = config.model.fused_ops
+    probe = check_loadable(model_path, load_config(model_path), fused=fused)
+    generates = not config.debug.debug_train_only
+    if generates and config.rollout.rollout_engine == "torch":
+        try:
+            check_generation(probe, fused=fused)
+        except ModelError as error:
+            raise ModelError(f"{model_path!r}: {error}") from error
+    for name in (config.model.ref_load, config.critic.critic_load, config.model.opd_teacher_load):
+        path = None if name is None else resolve(name, fetch_missing=fetch_missing)
+        if path is not None and (fetch_missing or (Path(path) / "config.json").is_file()):
+            check_loadable(path, load_config(path), fused=fused)
 
 
 def load_policy(config: Config, path: str, *, trainable: bool = True) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from treadle.config import Config, RunLength, batch_arithmetic, check_config, parse_eval_sets, run_length
 from treadle.errors import ModelError
-from treadle.run.memory import MachineMemory, ModelShape, gib, machine_memory, memory_of_workers
+from treadle.run.memory import MachineMemory, ModelShape, check_samples_fit, gib, machine_memory, memory_of_workers
 
 if TYPE_CHECKING:
     from treadle.chat import Codec
@@ -63,9 +63,10 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     Raises `ConfigError`, `ModelError` or `DataError` for what would stop the run.
     """
     check_config(config)
+    check_samples_fit(config, machine_memory("cpu"))
     from treadle.chat import load_codec
     from treadle.models.bundled import resolve
-    from treadle.run.build import find_teacher, longest_prompt, resolve_objective
+    from treadle.run.build import check_models, find_teacher, longest_prompt, resolve_objective
     from treadle.run.vocabulary import check_vocabulary
 
     if not config.debug.debug_rollout_only:
@@ -74,8 +75,9 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     path = resolve(name, fetch_missing=False)
     if path != name and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{name} is not on this machine yet; `treadle model fetch {name}` downloads it")
+    check_models(config, path, fetch_missing=False)
     shape = _model_shape(config, path)
-    codec = load_codec(path)
+    codec = load_codec(path, config.data.template_kwargs)
     check_vocabulary(config, codec, path, fetch_missing=False)
     max_prompt = longest_prompt(config, path)
     teacher = find_teacher(config, codec, max_prompt, fetch_missing=False)
@@ -89,7 +91,8 @@ def _model_shape(config: Config, path: str) -> ModelShape:
     """The model's numbers from its config.json and a model without storage."""
     import torch
 
-    from treadle.models.load import compute_dtype, context_length, kv_heads_of, load_config, pick_device
+    from treadle.models.context import context_length
+    from treadle.models.load import compute_dtype, kv_heads_of, load_config, pick_device
     from treadle.models.sizes import build_on_meta
 
     hf_config = load_config(path)

@@ -11,7 +11,8 @@ from treadle.chat import load_codec
 from treadle.data import PromptSource
 from treadle.errors import EngineLostError
 from treadle.metrics import Metric, metric
-from treadle.models.load import context_length, load_config
+from treadle.models.context import context_length
+from treadle.models.load import load_config
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.pool import EnginePool, OnPublish
 from treadle.rollout.filters import load_filter
@@ -46,7 +47,7 @@ class RolloutActor:
     def __init__(self, setup: WorkerSetup, places: Places):
         enter_worker(setup)
         self._setup, self._config, self._places = setup, setup.config, places
-        self._codec = load_codec(setup.model_path)
+        self._codec = load_codec(setup.model_path, setup.config.data.template_kwargs)
         self._notes = Notes()
         self._num_workers: dict[int, int] = {}  # by engine
         self._stack = AsyncExitStack()

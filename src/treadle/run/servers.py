@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from treadle.chat import Codec
 from treadle.config import Config
 from treadle.errors import EngineError, EngineLostError
-from treadle.models.load import compute_dtype, context_length, load_config, name_of, pick_device
+from treadle.models.context import context_length
+from treadle.models.load import compute_dtype, load_config, name_of, pick_device
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.pool import PUBLISH_TRIES, EnginePool, PoolLimits
 from treadle.rollout.engines.server_engine import Dialect, ServerEngine, ServerLimits

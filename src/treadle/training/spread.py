@@ -19,6 +19,7 @@ from treadle.models.load import (
     load_parameters,
     renames_weights,
     save_model,
+    stored_buffers,
     write_model_config,
 )
 from treadle.training.parallel import Grid, ParallelModel, gathered, local_part, part_of, shard
@@ -110,7 +111,8 @@ def write_model_folder(parallel: ParallelModel, body: PreTrainedModel, prefix: s
     """Write the float32 weights of sharded ranks as a Hugging Face folder; all ranks call this.
 
     `prefix` is what the names of `body` begin with inside the model. Where transformers stores an architecture's
-    weights under other names than it trains them (fused experts), the first rank gathers all of them in host memory.
+    weights under other names than it trains them (fused experts), or has buffers beside them, the first rank
+    gathers all of them in host memory.
     """
     params = {name: p for name, p in parallel.model.named_parameters() if name.startswith(prefix)}
     device = parallel.grid.device
@@ -120,7 +122,7 @@ def write_model_folder(parallel: ParallelModel, body: PreTrainedModel, prefix: s
         return gathered(local_part(param.detach()).float(), param, device)
 
     names = [name.removeprefix(prefix) for name in params]
-    if renames_weights(body, names):
+    if renames_weights(body, names) or stored_buffers(body):
         whole: dict[str, Tensor] = {}
         for name in names:
             tensor = gather(name)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from treadle.config import BatchArithmetic, Config
 from treadle.errors import ModelError, first_line
 from treadle.metrics import Metric, metric
-from treadle.models.load import save_model, write_model_config
+from treadle.models.load import save_model, untrained_tensors, write_model_config
 from treadle.models.recompute import recompute_layers
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
@@ -33,6 +33,7 @@ from treadle.training.ranks import lost_ranks_are_named
 from treadle.training.reference import Reference, lent_to
 from treadle.training.spread import full_parameters, stored_parameters, write_model_folder, write_parts
 from treadle.training.step import empty_loss, micro_batch_loss, micro_batch_metrics, packed_entropy, packed_logprobs
+from treadle.training.tensor_files import Chosen
 from treadle.types import Group
 from treadle.weights import WeightSpec
 
@@ -330,8 +331,10 @@ class Trainer:
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule; raises `CheckpointError` for a checkpoint of another model."""
         tensors = stored_parameters(checkpoint.path / "model", list(self.optimizer.params))
-        check_same_model(checkpoint, tensors, self.optimizer.params)
-        self.optimizer.load_masters(tensors)
+        untrained = untrained_tensors(self.model)
+        trained = Chosen({name: (tensors, name) for name in tensors if name not in untrained})
+        check_same_model(checkpoint, trained, self.optimizer.params)
+        self.optimizer.load_masters(trained)
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
         self.optimizer.num_steps = checkpoint.entry("optimizer_steps", int)
         if self.config.algorithm.kl_target is not None and "kl_weight" in checkpoint.state:

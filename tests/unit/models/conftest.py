@@ -24,6 +24,9 @@ WIDE = {**GROUPED, "head_dim": 8}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
 OPT = {k: v for k, v in COMMON.items() if k not in ("intermediate_size", "initializer_range")}
 MAMBA = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.2}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
+DEEPSEEK = {**COMMON, **LATENT, **EXPERTS, "num_key_value_heads": 4, "first_k_dense_replace": 1}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", GROUPED),
     "llama, a key head for each query head, biases": ("LlamaConfig", {**COMMON, "attention_bias": True}),
@@ -45,6 +48,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "llama, a window it ignores": ("LlamaConfig", {**GROUPED, "sliding_window": 4}),
+    "qwen2, a window in one layer": (
+        "Qwen2Config",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
     "mistral, sliding window": ("MistralConfig", {**WIDE, "sliding_window": 4}),
     "gemma2, soft caps": (
         "Gemma2Config",
@@ -65,6 +73,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere, scaled logits": ("CohereConfig", {**GROUPED, "logit_scale": 0.3}),
     "mixtral": ("MixtralConfig", {**WIDE, "num_local_experts": 4}),
     "phimoe": ("PhimoeConfig", {**GROUPED, "num_local_experts": 4}),
+    "deepseek-v3, values narrower than keys": ("DeepseekV3Config", DEEPSEEK),
+    "ernie, a frozen bias": (
+        "Ernie4_5_MoeConfig",
+        {**WIDE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_end_index": 1},
+    ),
+    "diffllama": ("DiffLlamaConfig", GROUPED),
+    "qwen2-moe, a window in the mask": (
+        "Qwen2MoeConfig",
+        {**GROUPED, "num_experts": 4, "use_sliding_window": True, "sliding_window": 4000},
+    ),
+    "phimoe, a window in the mask": ("PhimoeConfig", {**GROUPED, "num_local_experts": 4, "sliding_window": 4000}),
+    "doge, a mask of its own": ("DogeConfig", {**COMMON, "keep_window_size": 4000}),
     "mamba": ("MambaConfig", MAMBA),
     "bloom": ("BloomConfig", {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {**COMMON, "bos_token_id": 0}),

@@ -23,10 +23,10 @@ FAMILIES = [
     (*(Family(1, ()) for _ in range(8)), Family(20, (30,))),  # too ragged to lay side by side
 ]
 LAYERS = [
-    LayerAttention(0, scaling=0.5),
-    LayerAttention(0, scaling=0.3, sliding_window=3),
-    LayerAttention(0, scaling=0.5, softcap=1.5),
-    LayerAttention(0, scaling=0.5, sliding_window=2, softcap=0.7),
+    LayerAttention(scaling=0.5),
+    LayerAttention(scaling=0.3, sliding_window=3),
+    LayerAttention(scaling=0.5, softcap=1.5),
+    LayerAttention(scaling=0.5, sliding_window=2, softcap=0.7),
 ]
 
 families = st.lists(

@@ -48,7 +48,7 @@ def numbers(layout, repeat, kv_heads, size, seed=0):
 
 def check(layout, shape, window):
     leaves, toward = numbers(layout, *shape)
-    layer = LayerAttention(0, scaling=shape[2] ** -0.5, sliding_window=window)
+    layer = LayerAttention(scaling=shape[2] ** -0.5, sliding_window=window)
     assert RowAttention(layout).attend(*leaves, layer.scaling, window) is not None
     found = outputs_and_gradients(PackedAttention(layout), leaves, toward, layer)
     exact = outputs_and_gradients(
@@ -94,7 +94,7 @@ def test_any_layout(families, window):
 def test_large_scores_and_what_is_not_finite(instructions):
     layout = PackedLayout((Family(3, (40, 2)), Family(5, ())))
     (query, key, value), toward = numbers(layout, 3, 1, 64)
-    layer = LayerAttention(0, scaling=1.0)
+    layer = LayerAttention(scaling=1.0)
     leaves = [query * 100, key * 100, value]
     found = outputs_and_gradients(PackedAttention(layout), leaves, toward, layer)
     exact = outputs_and_gradients(
@@ -119,7 +119,7 @@ def test_threads_change_no_bit():
     for threads in (1, 3):
         torch.set_num_threads(threads)
         try:
-            found[threads] = outputs_and_gradients(PackedAttention(layout), leaves, toward, LayerAttention(0, 0.125))
+            found[threads] = outputs_and_gradients(PackedAttention(layout), leaves, toward, LayerAttention(0.125))
         finally:
             torch.set_num_threads(1)
     assert all(torch.equal(*pair) for pair in zip(found[1], found[3], strict=True))
@@ -129,7 +129,7 @@ def test_threads_change_no_bit():
 def test_tensors_that_lie_otherwise():
     layout = PackedLayout((Family(9, (20, 30)),))
     leaves, toward = numbers(layout, 3, 2, 64)
-    layer = LayerAttention(0, 0.125)
+    layer = LayerAttention(0.125)
     wanted = outputs_and_gradients(PackedAttention(layout), leaves, toward, layer)
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in leaves]
     found = outputs_and_gradients(PackedAttention(layout), turned, toward.flip(2).contiguous().flip(2), layer)
@@ -143,7 +143,7 @@ def test_a_matmul_of_torch_before_and_after():
     leaves, _ = numbers(layout, 3, 2, 64)
     x = torch.randn(200, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
     wanted = x @ x.T
-    PackedAttention(layout).attend(*leaves, LayerAttention(0, 0.125))
+    PackedAttention(layout).attend(*leaves, LayerAttention(0.125))
     assert torch.equal(x @ x.T, wanted)
 
 
@@ -159,7 +159,7 @@ def test_what_does_not_fit_goes_the_plain_way(change, monkeypatch):
         monkeypatch.setattr(cpu_attention, "attention_library", lambda *_: None)
     assert RowAttention(layout).attend(*leaves, 1.0, None) is None
     if change != "value size":
-        assert PackedAttention(layout).attend(*leaves, LayerAttention(0, 1.0)).shape == leaves[0].shape
+        assert PackedAttention(layout).attend(*leaves, LayerAttention(1.0)).shape == leaves[0].shape
 
 
 def test_a_processor_without_such_instructions(monkeypatch):

@@ -78,7 +78,7 @@ def test_decode_attention(dtype, by_matmul, window, kv_heads, repeat, size, monk
     store, other = KVStore(shape, torch.device("cpu")), KVStore(shape, torch.device("cpu"))
     lengths, slots = torch.tensor([33, 1, 48]), torch.tensor([2, 0, 0, 1, 2, 0])
     places = torch.tensor([0, 17, 40, 5, 31, 16])
-    layer = LayerAttention(0, size**-0.5, window)
+    layer = LayerAttention(size**-0.5, window)
     prompts, rows = (numbers(2, n, kv_heads, 48, size, dtype=dtype, seed=n, scale=1.5) for n in (3, 7))
     for one in (store, other):
         one.fit_rows(41)
@@ -115,7 +115,7 @@ def test_a_row_comes_out_the_same_whatever_else_runs():
         store.prefixes.layers[0][:] = numbers(2, 1, 3, 48, 64, dtype=torch.bfloat16)
         zeros = torch.zeros(count, dtype=torch.int64)
         decode = DecodeAttention(store, zeros, zeros, torch.tensor([48]), kernels)
-        outs.append(decode.attend(query[:count], key[:count], value[:count, :3], LayerAttention(0, 0.125))[0])
+        outs.append(decode.attend(query[:count], key[:count], value[:count, :3], LayerAttention(0.125))[0])
     assert torch.equal(*outs)
 
 

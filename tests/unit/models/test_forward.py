@@ -17,6 +17,8 @@ PACKED = [
     "llama, a key head for each query head, biases",
     "qwen2",
     "qwen3",
+    "llama, a window it ignores",
+    "qwen2, a window in one layer",
     "mistral, sliding window",
     "gemma2, soft caps",
     "gpt2",
@@ -27,14 +29,19 @@ PACKED = [
     "granite, scaled logits",
     "cohere, scaled logits",
     "mixtral",
+    "deepseek-v3, values narrower than keys",
+    "diffllama",
 ]
 REFUSED = {
-    "mamba": "MambaForCausalLM: a packed forward differs from the model's own",
-    "bloom": "BloomForCausalLM: a packed forward differs from the model's own",
-    "bert": "BertLMHeadModel: a packed forward differs from the model's own",
-    "falcon": "Falcon models do not take their attention from transformers' attention interface",
-    "gpt-oss": "GptOssAttention uses attention sinks",
-    "llama4": "Llama4ForCausalLM can't run on a packed row",
+    "mamba": "Mamba (mamba) models are not supported: on a packed row a token's logits differ from the model's own",
+    "bloom": "Bloom (bloom) models are not supported: on a packed row a token's logits differ from the model's own",
+    "bert": "Bert (bert) models are not supported: on a packed row a token's logits differ from the model's own",
+    "falcon": "Falcon (falcon) models are not supported: they do not take their attention from transformers' attention",
+    "gpt-oss": "GptOss (gpt_oss) models are not supported: GptOssAttention uses attention sinks",
+    "llama4": "Llama4Text (llama4_text) models are not supported: on a packed row",
+    "qwen2-moe, a window in the mask": "Qwen2Moe (qwen2_moe) models are not supported: on a packed row",
+    "phimoe, a window in the mask": "Phimoe (phimoe) models are not supported: on a packed row",
+    "doge, a mask of its own": "Doge (doge) models are not supported: on a packed row",
 }
 ROW = (Family(5, (3, 7)), Family(0, (6,)), Family(9, ()), Family(2, (0, 1)))
 
@@ -123,6 +130,13 @@ def test_check_forward_notices_a_lost_sliding_window(make_folder):
 def test_check_forward_leaves_the_attention_as_it_was(tiny_model):
     check_forward(tiny_model, 1e-5)
     assert tiny_model.config._attn_implementation == "treadle"
+
+
+def test_weights_that_are_not_finite_are_named(tiny_model):
+    with torch.no_grad():
+        tiny_model.model.layers[0].mlp.up_proj.weight[3] = float("nan")
+    with pytest.raises(ModelError, match="the logits of LlamaForCausalLM are not finite: its weights are damaged"):
+        check_forward(tiny_model, 1e-3)
 
 
 def test_a_call_without_a_plan_is_refused(tiny_model):

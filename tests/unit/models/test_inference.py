@@ -15,6 +15,8 @@ FUSED = [
     "llama, a key head for each query head, biases",
     "qwen2",
     "qwen3",
+    "llama, a window it ignores",
+    "qwen2, a window in one layer",
     "mistral, sliding window",
     *WITH_KERNELS,
 ]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from treadle.errors import ModelError
+from treadle.models.context import context_length
 from treadle.models.load import (
     compute_dtype,
-    context_length,
     load_config,
     load_model,
     load_parameters,
@@ -125,6 +125,26 @@ def test_saved_weights_load_with_transformers(make_folder, tmp_path, name):
     assert loaded.keys() == masters.keys()
     assert all(torch.equal(loaded[n], masters[n]) for n in masters)
     assert all(torch.equal(load_parameters(tmp_path / "out")[n], masters[n]) for n in masters)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3, values narrower than keys", "ernie, a frozen bias"])
+def test_what_is_not_trained_is_saved_as_it_is(make_folder, tmp_path, name):
+    from safetensors.torch import load_file, save_file
+
+    folder = make_folder(name)
+    stored = load_file(folder / "model.safetensors")
+    biases = [key for key in stored if key.endswith("e_score_correction_bias")]
+    assert biases
+    stored |= {key: torch.rand_like(stored[key]) for key in biases}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(str(folder), torch.float32, CPU)
+    trained = {n: p.detach() + 1 for n, p in model.named_parameters() if p.requires_grad}
+    assert not [n for n in trained if n.endswith("e_score_correction_bias")]
+    save_model(model, trained, tmp_path / "out")
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[key], stored[key]) for key in biases)
+    load_model(str(tmp_path / "out"), torch.float32, CPU)
 
 
 def test_tied_weights_are_written_once(tiny_model, tmp_path):

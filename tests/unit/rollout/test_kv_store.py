@@ -75,11 +75,11 @@ def test_rows_have_memory_for_what_is_there_and_little_more():
 @pytest.mark.parametrize(
     "layer",
     [
-        LayerAttention(1, 8**-0.5),
-        LayerAttention(1, 0.3, sliding_window=7),
-        LayerAttention(1, 8**-0.5, sliding_window=1),
-        LayerAttention(1, 1.0, softcap=2.0),
-        LayerAttention(1, 1.0, sliding_window=12, softcap=1.5),
+        LayerAttention(8**-0.5),
+        LayerAttention(0.3, sliding_window=7),
+        LayerAttention(8**-0.5, sliding_window=1),
+        LayerAttention(1.0, softcap=2.0),
+        LayerAttention(1.0, sliding_window=12, softcap=1.5),
     ],
     ids=str,
 )
@@ -122,7 +122,7 @@ def test_prefill_and_decode_attend_as_the_whole_sequence_does(layer, way, monkey
 
 def test_rows_at_different_places():
     """A row that came later is at an earlier place; both are as if alone."""
-    layer = LayerAttention(0, 8**-0.5)
+    layer = LayerAttention(8**-0.5)
     layout = PackedLayout((Family(6, (20, 3)),))
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(layout.num_tokens, 4, 8, generator=generator)

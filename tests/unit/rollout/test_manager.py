@@ -303,10 +303,9 @@ def test_a_failed_engine_ends_the_collection(open_manager, rewards, tiny_model):
         if calls == 5:
             raise RuntimeError("out of memory, say")
 
-    tiny_model.base_model.register_forward_pre_hook(fail)
-
     async def main():
         async with open_manager(rewards("length")) as (manager, scorer):
+            tiny_model.base_model.register_forward_pre_hook(fail)
             await manager.collect(make_job(make_prompts(3)), scorer)
 
     with pytest.raises(EngineError, match="out of memory, say"):

@@ -71,16 +71,16 @@ def tokens_per_call(model):
 
 
 def test_a_prompt_is_computed_once_for_all_its_samples(tiny_model, scheduler):
-    calls = tokens_per_call(tiny_model)
     line = scheduler()
+    calls = tokens_per_call(tiny_model)
     line.waiting += [request(30, new=4, n=8), request(11, new=4, n=3)]
     finish(line)
     assert calls == [30 + 11, 11, 11, 11]  # both prompts in one pass, then one token a sample
 
 
 def test_the_last_token_is_not_fed_to_the_model(tiny_model, scheduler):
-    calls = tokens_per_call(tiny_model)
     line = scheduler()
+    calls = tokens_per_call(tiny_model)
     line.waiting.append(request(9, new=1, n=4))
     (completions,) = finish(line).values()
     assert calls == [9]
@@ -147,8 +147,8 @@ def test_the_head_sees_only_the_last_token_of_a_prompt(tiny_model, scheduler, mo
             seen.append(x.shape[0])
         return head(x, weight, bias)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", spy)
     line = scheduler()
+    monkeypatch.setattr(torch.nn.functional, "linear", spy)
     line.waiting += [request(30, new=2, n=5), request(20, new=2, n=5)]
     finish(line)
     assert seen == [2, 10]
@@ -217,8 +217,8 @@ def test_a_store_is_used_again_only_where_it_is_just_what_a_new_one_would_be(sch
 
 def test_prompts_are_computed_in_portions(tiny_model, scheduler, monkeypatch):
     monkeypatch.setattr("treadle.rollout.engines.torch_engine.scheduler.MAX_PREFILL_TOKENS", 50)
-    calls = tokens_per_call(tiny_model)
     line = scheduler()
+    calls = tokens_per_call(tiny_model)
     line.waiting += [request(20, new=2), request(20, new=2), request(20, new=2), request(60, new=2)]
     finish(line)
     assert calls[:3] == [40, 20, 60]  # 20 + 20 fit; 20 + 60 do not; 60 alone goes all the same
@@ -276,10 +276,10 @@ def fail_at(model, call):
 
 @pytest.mark.parametrize("call", [1, 4])
 def test_every_caller_hears_of_a_failed_step(serve, tiny_model, call):
-    fail_at(tiny_model, call)
     sampling = SamplingParams(20, ignore_eos=True)
 
     async def use(engine):
+        fail_at(tiny_model, call)
         await engine.health()
         tasks = [complete(engine, [5] * length, sampling, n=2) for length in (3, 9, 4)]
         found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -305,9 +305,8 @@ def test_weights_that_are_not_finite_are_named(serve, tiny_model):
 
 
 def test_what_finished_before_a_failure_is_still_handed_over(serve, tiny_model):
-    fail_at(tiny_model, 4)
-
     async def use(engine):
+        fail_at(tiny_model, 4)
         short = asyncio.create_task(complete(engine, [5, 6], SamplingParams(2, ignore_eos=True)))
         long = asyncio.create_task(complete(engine, [5, 6], SamplingParams(20, ignore_eos=True)))
         return await asyncio.gather(short, long, return_exceptions=True)

@@ -4,9 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from treadle.config import load_config
 from treadle.errors import ConfigError, ModelError
+from treadle.models.load import load_model
 from treadle.run.memory import MachineMemory, ModelShape, machine_memory, memory_of_workers, micro_batch_tokens
 from treadle.run.plan import DataSizes, make_plan, plan_run
 
@@ -277,3 +279,71 @@ def test_bundled_model_that_is_not_here_names_the_command(tmp_path, monkeypatch)
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="treadle model fetch smollm2-135m-instruct"):
         plan_run(load_config(None, [*SOUND, "--hf-checkpoint", "smollm2-135m-instruct"]))
+
+
+REFUSED = {
+    "a window in the mask": ("PhimoeConfig", {"sliding_window": 2047}, "Phimoe (phimoe) models are not supported: "),
+    "attention of its own": ("FalconConfig", {}, "Falcon (falcon) models are not supported: "),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_plan_refuses_the_architectures_that_loading_refuses(kind, tmp_path):
+    import transformers
+
+    name, settings, said = REFUSED[kind]
+    getattr(transformers, name)(**settings).save_pretrained(tmp_path)
+    messages = []
+    for check in (
+        lambda: plan_run(load_config(None, [*SOUND, "--hf-checkpoint", str(tmp_path)])),
+        lambda: load_model(str(tmp_path), torch.float32, torch.device("cpu")),
+    ):
+        with pytest.raises(ModelError) as caught:
+            check()
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"{str(tmp_path)!r}: {said}")
+
+
+@pytest.mark.parametrize("name", ["Gemma3Config", "Gemma4TextConfig", "DeepseekV3Config"])
+def test_a_plan_for_configs_of_parts_and_of_unlike_layers(name, tiny_model, tmp_path):
+    """Its numbers are the text part's; the model loads, too."""
+    import shutil
+
+    import transformers
+
+    from treadle.models.miniature import miniature, miniature_model
+
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = miniature(getattr(transformers, name)())
+    miniature_model(config, "eager").save_pretrained(folder)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "aa", "answer": "1"}\n')
+    argv = [*SOUND, "--hf-checkpoint", str(folder), "--prompt-data", str(data), "--input-key", "prompt"]
+    page = plan_run(load_config(None, [*argv, "--rollout-max-response-len", "8"]))
+    assert f"{config.get_text_config().num_hidden_layers} layers · vocabulary 96 · context 64 tokens" in page
+    load_model(str(folder), torch.float32, torch.device("cpu"))
+
+
+def test_a_model_of_another_role_is_checked_too(tiny_model, tmp_path):
+    import transformers
+
+    transformers.PhimoeConfig(sliding_window=2047).save_pretrained(tmp_path)
+    argv = [*SOUND, "--hf-checkpoint", str(tiny_model), "--rollout-max-response-len", "8"]
+    with pytest.raises(ModelError, match=r"Phimoe \(phimoe\) models are not supported"):
+        plan_run(load_config(None, [*argv, "--use-kl-loss", "--ref-load", str(tmp_path)]))
+
+
+def test_the_reason_for_a_short_context_is_given(tiny_model, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(tiny_model, tmp_path / "long")
+    config = json.loads((folder / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    argv = [*SOUND, "--hf-checkpoint", str(folder), "--rollout-max-response-len", "16"]
+    with pytest.raises(
+        ConfigError, match=r"context of 16 \(its longrope positions switch beyond original_max_position_emb"
+    ):
+        plan_run(load_config(None, argv))

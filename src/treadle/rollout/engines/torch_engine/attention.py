@@ -2,6 +2,9 @@
 
 Axis letters: `B` rows, `S` prefix slots in use, `M` most rows of one slot, `K` key/value heads, `Q` query heads per
 key/value head, `P` and `R` tokens of a prompt and of a row, `D` head size.
+
+Keys and values are stored by the order of the calls in a forward pass: an architecture may call attention twice in a layer
+(DiffLlama), or run its layers several times (HRM). A plan serves one forward pass.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from treadle.models.attention import LayerAttention, PackedAttention, capped_scores
+from treadle.models.attention import LayerAttention, PackedAttention, capped_scores, widened
 from treadle.models.cpu_kernels import CpuKernels, DecodeKernel
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.kv_store import KVStore
@@ -26,14 +29,18 @@ class PrefillAttention:
     def __init__(self, store: KVStore, layout: PackedLayout, slots: list[int]):
         self.store = store
         self.packed = PackedAttention(layout)
+        self._calls = 0
         self.spans = [
             (slot, slice(start, start + family.prefix))
             for slot, start, family in zip(slots, layout.starts, layout.families, strict=True)
         ]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
+        size = self.store.shape.head_dim
+        keys, values = widened(key, size), widened(value, size)
         for slot, span in self.spans:
-            self.store.write_prefix(layer.layer_idx, slot, key[span], value[span])
+            self.store.write_prefix(self._calls, slot, keys[span], values[span])
+        self._calls += 1
         return self.packed.attend(query, key, value, layer)
 
 
@@ -60,6 +67,7 @@ class DecodeAttention:
         assert int(slots.max()) < len(prefix_lengths) <= prompts.count, f"a prompt past the last of {prompts.count}"
         assert int(prefix_lengths.max()) <= prompts.span, f"a prompt longer than {prompts.span} tokens"
         self.store = store
+        self._calls = 0
         self.slots, self.places = slots, places
         self.num_slots = int(prefix_lengths.shape[0])
         self.prefix_lengths = prefix_lengths
@@ -118,17 +126,25 @@ class DecodeAttention:
         return self._masks[window, dtype]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-        rows, index = self.store.rows, layer.layer_idx
+        index, self._calls = self._calls, self._calls + 1
+        size = self.store.shape.head_dim
+        if key.shape[2] == value.shape[2] == size:
+            return self._attend(index, query, key, value, layer)
+        wide = (widened(x, size) for x in (query, key, value))
+        return self._attend(index, *wide, layer)[..., : value.shape[2]]
+
+    def _attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
+        rows = self.store.rows
         num_rows, heads, dim = query.shape
         kv_heads, repeat = key.shape[1], heads // key.shape[1]
         if self._kernel is not None and layer.softcap is None:
-            return self._by_kernel(self._kernel, (query, key, value), layer)
+            return self._by_kernel(index, (query, key, value), layer)
         rows.write(index, self._written, key, value)
         keys, values = rows.first(index, num_rows)  # [B·K, R, D]
         prompt_mask, row_mask = self._mask(layer, repeat, query.dtype)
 
         query = query.reshape(num_rows * kv_heads, repeat, dim)
-        of_prompt, total = self._of_prompts(query, prompt_mask, layer)  # [B·K, Q, D], [B·K, Q]
+        of_prompt, total = self._of_prompts(index, query, prompt_mask, layer)  # [B·K, Q, D], [B·K, Q]
         scores = query.new_empty(num_rows, kv_heads, repeat, rows.span + 1, dtype=torch.float32)
         # Keys come first: the smaller matrix is the one that is repacked.
         of_row = torch.bmm(keys, query.transpose(1, 2)).view(num_rows, kv_heads, rows.span, repeat).transpose(2, 3)
@@ -141,23 +157,25 @@ class DecodeAttention:
         out = torch.bmm(shares[..., :-1].to(values.dtype, memory_format=torch.contiguous_format), values)
         return out.addcmul_(of_prompt, shares[..., -1:].to(values.dtype)).view(num_rows, heads, dim)
 
-    def _by_kernel(self, kernel: DecodeKernel, new: tuple[Tensor, Tensor, Tensor], layer: LayerAttention) -> Tensor:
+    def _by_kernel(self, index: int, new: tuple[Tensor, Tensor, Tensor], layer: LayerAttention) -> Tensor:
+        assert self._kernel is not None
         known = None
         if not self._reads_prompts:
             query, kv_heads = new[0], self.store.shape.kv_heads
             repeat, dim = query.shape[1] // kv_heads, query.shape[2]
-            known = self._of_prompts(query.reshape(-1, repeat, dim), self._mask(layer, repeat, query.dtype)[0], layer)
-        rows, prompts = (part.layers[layer.layer_idx] for part in (self.store.rows, self.store.prefixes))
-        return kernel.attend(new, (rows[0], rows[1]), (prompts[0], prompts[1]), layer, known)
+            mask = self._mask(layer, repeat, query.dtype)[0]
+            known = self._of_prompts(index, query.reshape(-1, repeat, dim), mask, layer)
+        rows, prompts = (part.layers[index] for part in (self.store.rows, self.store.prefixes))
+        return self._kernel.attend(new, (rows[0], rows[1]), (prompts[0], prompts[1]), layer, known)
 
-    def _of_prompts(self, query: Tensor, mask: Tensor | None, layer: LayerAttention) -> tuple[Tensor, Tensor]:
+    def _of_prompts(
+        self, index: int, query: Tensor, mask: Tensor | None, layer: LayerAttention
+    ) -> tuple[Tensor, Tensor]:
         """query [B·K, Q, D] → attention to the prompt alone [B·K, Q, D], and the log of the sum under its softmax, float32 [B·K, Q]."""
         repeat, dim = query.shape[1:]
         prefixes, kv_heads = self.store.prefixes, self.store.shape.kv_heads
         grid = query.view(len(query), -1).index_select(0, self._grid[1]).view(self.num_slots, kv_heads, -1, dim)
-        keys, values = (
-            x.view(self.num_slots, kv_heads, -1, dim) for x in prefixes.first(layer.layer_idx, self.num_slots)
-        )
+        keys, values = (x.view(self.num_slots, kv_heads, -1, dim) for x in prefixes.first(index, self.num_slots))
         if layer.softcap is None and query.device.type == "cpu":
             out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 grid, keys, values, 0.0, False, attn_mask=mask, scale=layer.scaling

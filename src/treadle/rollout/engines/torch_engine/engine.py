@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from treadle.chat import Codec
 from treadle.errors import EngineError
+from treadle.models.context import context_length
 from treadle.models.forward import head_of
-from treadle.models.load import context_length
 from treadle.rollout.engines.base import EnginePart, check_request
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
 from treadle.types import Completion, SamplingParams

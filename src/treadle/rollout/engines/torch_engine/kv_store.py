@@ -10,9 +10,16 @@ Axis letters: `L` layers, `C` sequences (prefix slots or rows), `K` key/value he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from treadle.errors import ModelError
+from treadle.models.forward import attention_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTH_STEP = 16
 """Lengths are rounded up to this: matmul kernels are prepared per shape, and few shapes keep them cached."""
@@ -47,6 +54,23 @@ class KVShape:
     @property
     def row_bytes(self) -> int:
         return self.row_capacity * self.token_bytes
+
+
+def token_shape(model: PreTrainedModel) -> KVShape:
+    """Return the shape of a store for one token of a model, as the model's own forward pass asks for it.
+
+    Raises:
+        ModelError: if layers differ in the number of their key/value heads. Smaller heads are stored as the largest.
+    """
+    calls = attention_calls(model)
+    heads = sorted({call.kv_heads for call in calls})
+    if len(heads) != 1:
+        raise ModelError(
+            f"{type(model).__name__} has layers of {' and '.join(map(str, heads)) or 'no'} key/value heads, which the torch "
+            "engine can't store; choose --rollout-engine vllm or sglang"
+        )
+    size = max(call.head_dim for call in calls)
+    return KVShape(len(calls), heads[0], size, 1, 1, 1, 1, model.get_input_embeddings().weight.dtype)
 
 
 class Sequences:

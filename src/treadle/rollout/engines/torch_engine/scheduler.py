@@ -17,8 +17,8 @@ import torch
 
 from treadle.models.inference import inference_model
 from treadle.models.layout import PackedLayout
-from treadle.models.load import kv_heads_of
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention
+from treadle.rollout.engines.torch_engine.check import check_decode
 from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore, round_up
 from treadle.rollout.engines.torch_engine.sampler import SamplingTensors, row_seed, sample, uniforms
 from treadle.types import Completion, SamplingParams, Status
@@ -74,6 +74,7 @@ class Scheduler:
     ):
         self.model = model
         self.inference = inference_model(model, fused=limits.fused)
+        self._token = check_decode(model, self.inference)
         self._parameters = tuple(model.parameters())  # a walk over all modules costs 1 % of a small step
         self._prepared: tuple[int, int] | None = None
         self.eos_token_ids = eos_token_ids
@@ -191,12 +192,9 @@ class Scheduler:
 
     def _wanted_shape(self) -> KVShape:
         """Room for the waiting requests as far as the limits go, and always for the first one."""
-        hf_config = self.model.config
-        kv_heads, head_dim = kv_heads_of(hf_config)
         prefix = round_up(max(len(r.token_ids) for r in self.waiting))
         row = round_up(max(r.sampling.max_new_tokens for r in self.waiting))
-        dtype = self.model.get_input_embeddings().weight.dtype
-        unit = KVShape(hf_config.num_hidden_layers, kv_heads, head_dim, 1, 1, prefix, row, dtype)
+        unit = replace(self._token, prefix_capacity=prefix, row_capacity=row)
         slots = rows = 0
         for request in self.waiting:
             more_bytes = (slots + 1) * unit.slot_bytes + (rows + request.n) * unit.row_bytes

@@ -1,0 +1,193 @@
+"""Check that an architecture computes with Treadle what it computes by itself, before any weights are read.
+
+The check runs a miniature of the model (miniature.py): a random model of the same config class with its features, small
+enough to build and run in a fraction of a second. Windows, chunks and switches of rotary factors lie within a few tokens,
+so one packed row is past all of them, which the real model would reach after thousands of tokens only. Short
+sequences lie beside long ones and share prefixes, and the packed forward and backward pass are compared with
+transformers' own, of each sequence alone. What is inexact is refused, whatever the cause: a window or a bias that
+is in the attention mask only, tokens mixed outside of attention, positions that depend on the row, a lost gradient.
+
+`treadle plan` comes to the same verdict as loading. With the weights loaded, `check_forward` compares once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from treadle.errors import ModelError
+from treadle.models.attention import ATTENTION_NAME, PackedAttention, register_attention
+from treadle.models.context import context_length
+from treadle.models.forward import head_of, hidden_states
+from treadle.models.fused import fuse_layers
+from treadle.models.layout import Family, PackedLayout
+from treadle.models.miniature import VOCABULARY, miniature, miniature_model
+from treadle.models.norm import fuse_norms
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+TOLERANCE = 1e-3
+"""Largest relative error of a token's logits or of a gradient."""
+LONGEST = 34
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A miniature of an architecture twice, with the same weights: as transformers runs it, and as Treadle does."""
+
+    own: PreTrainedModel
+    ours: PreTrainedModel
+    longest: int
+
+    @property
+    def name(self) -> str:
+        return type(self.ours).__name__
+
+    def freezes(self, name: str) -> bool:
+        """True if the architecture does not train the weight `name` of a model of any size."""
+        return _kind_of(name) in {_kind_of(own) for own, p in self.own.named_parameters() if not p.requires_grad}
+
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """Run transformers' forward pass of one sequence [N] → [N, V]."""
+        return self.own(input_ids=tokens[None], use_cache=False).logits[0].float()
+
+
+def _kind_of(name: str) -> str:
+    """Return the name of a weight without the numbers of layers."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+_checked: dict[tuple[str, bool], Probe] = {}
+
+
+def check_architecture(config: PretrainedConfig, *, fused: bool = True) -> Probe:
+    """Compare Treadle's forward and backward pass with transformers' on a miniature; return it for further checks.
+
+    Raises:
+        ModelError: if they differ, or if the architecture can't be run on a packed row.
+    """
+    key = config.to_json_string(use_diff=False), fused
+    if key not in _checked:
+        _checked[key] = _check(config, fused=fused)
+    return _checked[key]
+
+
+def _check(config: PretrainedConfig, *, fused: bool) -> Probe:
+    name = f"{type(config).__name__.removesuffix('Config')} ({config.model_type})"
+    with _refusals(name, "a small model of this kind can't be built to check it"):
+        probe = _probe(config, fused=fused)
+        layout = _layout(probe.longest)
+        tokens = torch.arange(1, layout.num_tokens + 1) * 7919 % (VOCABULARY - 4) + 3
+        logits, reference = _own_pass(probe, layout, tokens)
+    with _refusals(name, "they can't run on a packed row"):
+        hidden = hidden_states(probe.ours, tokens, layout.position_ids, PackedAttention(layout))
+        ours = head_of(probe.ours).logits(hidden).float()
+        gap = token_gap(ours, logits)
+        if not gap <= TOLERANCE:
+            raise ModelError(
+                f"on a packed row a token's logits differ from the model's own by {gap:.2g} standard deviations; its masks, "
+                "its positions or its layers depend on other tokens of the row in a way that Treadle does not know"
+            )
+        _check_gradients(probe, (ours * _toward(ours)).sum(), reference)
+    return probe
+
+
+@torch.no_grad()
+def token_gap(ours: Tensor, own: Tensor) -> float:
+    """Return the largest mean distance of a token's logits [N, V], in standard deviations of a logit; NaN if any is NaN."""
+    return float(((ours - own).abs().mean(-1) / own.std().clamp_min(1e-12)).max())
+
+
+@contextlib.contextmanager
+def _refusals(name: str, what: str) -> Iterator[None]:
+    """Say of everything that goes wrong which architecture it is, in one line; `what` is why, unless it is known."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{name} models are not supported: {error}") from error
+    except Exception as error:  # whatever a model's code does with arguments it does not know
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            why = "they do not take their attention from transformers' attention interface"
+        else:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            why = f"{what} ({type(error).__name__}: {lines[0]})"
+        raise ModelError(f"{name} models are not supported: {why}") from error
+
+
+def _probe(config: PretrainedConfig, *, fused: bool) -> Probe:
+    small = miniature(config)
+    own, ours = miniature_model(small, "eager"), miniature_model(small, register_attention())
+    ours.load_state_dict(own.state_dict())
+    for model in (own, ours):
+        switch_dropout_off(model)
+    if fused:
+        fuse_norms(ours)
+        fuse_layers(ours)
+    return Probe(own, ours, min(LONGEST, context_length(small)))
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Set every dropout to 0: the modules, and the rates that layers hand to a dropout function or skip a layer by."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
+
+
+def _layout(longest: int) -> PackedLayout:
+    """A long sequence that shares its prefix with a short one, and two short ones beside it."""
+    half = longest // 2
+    return PackedLayout((Family(half, (3, longest - half)), Family(0, (6,)), Family(9, ())))
+
+
+def _toward(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(2))
+
+
+def _own_pass(probe: Probe, layout: PackedLayout, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return the logits [N, V] that each sequence has by itself, and the gradients of a loss over them."""
+    sequences: list[tuple[Tensor, int]] = []
+    for start, family in zip(layout.starts, layout.families, strict=True):
+        prefix, at, seen = torch.arange(start, start + family.prefix), start + family.prefix, 0
+        for length in family.suffixes or (0,):
+            sequences.append((torch.cat([prefix, torch.arange(at, at + length)]), seen))
+            at, seen = at + length, family.prefix
+    found: list[Tensor] = [probe.own_logits(tokens[rows]) for rows, _ in sequences]
+    expected = found[0].new_zeros(layout.num_tokens, found[0].shape[1])
+    toward = _toward(expected)
+    loss = expected.new_zeros(())
+    for (rows, seen), logits in zip(sequences, found, strict=True):
+        expected[rows[seen:]] = logits[seen:].detach()
+        loss = loss + (logits[seen:] * toward[rows[seen:]]).sum()
+    return expected, _gradients(probe.own, loss)
+
+
+def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+
+
+def _check_gradients(probe: Probe, loss: Tensor, reference: dict[str, Tensor | None]) -> None:
+    found = _gradients(probe.ours, loss)
+
+    def is_zero(grad: Tensor | None) -> bool:
+        return grad is None or not bool(grad.any())
+
+    lost = [name for name, own in reference.items() if is_zero(found[name]) and not is_zero(own)]
+    if lost:
+        raise ModelError(f"on a packed row the weight {lost[0]!r} gets no gradient")
+    largest = max(float(grad.abs().max()) for grad in reference.values() if grad is not None)
+    for name, own in reference.items():
+        ours, expected = found[name], torch.zeros(()) if own is None else own
+        gap = (torch.zeros_like(expected) if ours is None else ours) - expected
+        if not float(gap.abs().max()) <= TOLERANCE * max(float(expected.abs().max()), 1e-3 * largest):
+            raise ModelError(f"on a packed row the weight {name!r} gets another gradient than in the model's own pass")
