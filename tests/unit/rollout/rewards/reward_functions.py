@@ -105,6 +105,27 @@ def detaches_a_child(sample):
     return misbehaves(sample)
 
 
+def meets(sample):
+    """Returns once four samples are here, each in a worker of its own."""
+    folder = Path(sample.columns["folder"])
+    (folder / sample.response).touch()
+    while len(list(folder.iterdir())) < 4:
+        time.sleep(0.01)
+    return 1.0
+
+
+_num_here = 0
+
+
+async def async_meets(sample):
+    """Returns once fifty samples are here."""
+    global _num_here
+    _num_here += 1
+    while _num_here < 50:
+        await asyncio.sleep(0.01)
+    return len(sample.response)
+
+
 async def async_length(sample):
     await asyncio.sleep(0.2)
     return len(sample.response)

@@ -61,12 +61,10 @@ def test_time_in_the_queue_does_not_count(score, path):
     assert [s.reward for s in samples] == [1.0] * 4, "1.2 s in all, each 0.3 s"
 
 
-def test_workers_run_side_by_side(score, path):
-    settings = {"custom_rm_path": path("misbehaves"), "rm_num_workers": 4, "rm_timeout_seconds": 2.0}
-    start = time.monotonic()
-    samples = score(settings, ["hang"] * 4)
-    assert {s.failure for s in samples} == {"reward misbehaves: timed out after 2 s"}
-    assert time.monotonic() - start < 7.0, "one after the other they take 8 s"
+def test_workers_run_side_by_side(score, path, tmp_path):
+    settings = {"custom_rm_path": path("meets"), "rm_num_workers": 4, "rm_timeout_seconds": 60.0}
+    samples = score(settings, list("abcd"), columns={"folder": str(tmp_path)})
+    assert [s.reward for s in samples] == [1.0] * 4
 
 
 def test_no_process_starts_before_it_is_needed_and_none_stays(path, sample):
@@ -101,7 +99,7 @@ def test_closing_does_not_wait_for_a_reward_that_hangs(path, sample):
 
     start = time.monotonic()
     samples = asyncio.run(run())
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 30, "it hangs for 60 s"
     assert [s.status for s in samples] == [Status.FAILED, Status.FAILED]
 
 
@@ -212,10 +210,8 @@ def test_a_module_that_ends_its_process_is_named_and_the_run_never_imports_it(tm
 
 
 def test_async_rewards_run_at_once(score, path):
-    start = time.monotonic()
-    samples = score({"custom_rm_path": path("async_length")}, ["a" * n for n in range(50)])
+    samples = score({"custom_rm_path": path("async_meets"), "rm_timeout_seconds": 60.0}, ["a" * n for n in range(50)])
     assert [s.reward for s in samples] == [float(n) for n in range(50)]
-    assert time.monotonic() - start < 5, "50 times 0.2 s one after the other is 10 s"
 
 
 def test_async_rewards_that_go_wrong(score, path):
