@@ -59,7 +59,7 @@ def open_session(config: Config, progress: Progress, place: Place) -> Session:
     build.check_models(config, model_path)
     codec = load_codec(model_path, config.data.template_kwargs)
     check_vocabulary(config, codec, model_path)
-    note = padding_note(codec, model_path)
+    note = padding_note(config, codec, model_path)
     if note is not None:
         progress.note(note)
     return Session(config, progress, place, checkpoint, model_path, codec, build.longest_prompt(config, model_path))
