@@ -7,9 +7,11 @@ import contextlib
 import ipaddress
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -21,6 +23,7 @@ import pytest
 
 from treadle.config import Config
 from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError, WorkerLostError
+from treadle.private_folder import cache_folder
 from treadle.run import placement
 from treadle.run.ray_calls import settle
 from treadle.run.ray_ranks import SIGNS, RankActor, ask_alive
@@ -179,10 +182,13 @@ def test_a_worker_that_is_stopped_is_lost(ray_here: Any, sleeper: Any) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def start(flags: list[str], folder: Path, *more: str) -> subprocess.Popen:
+def start(flags: list[str], folder: Path, *more: str, **variables: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "treadle", "train", *flags, "--run-dir", str(folder), "--runtime", "ray", *more]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
     )
 
 
@@ -200,6 +206,15 @@ def addresses(processes: Sequence[psutil.Process]) -> set[str]:
     return found
 
 
+def open_to_others(temporary: Path, home: Path) -> list[str]:
+    """What another user of the machine could enter or read of a Ray's sessions and its token."""
+    sessions = list(temporary.glob("treadle-ray-*"))
+    assert [list(folder.glob("ray/session_*/sockets/raylet*")) for folder in sessions] != []
+    assert not (temporary / "ray").exists()
+    token = home / ".ray" / "auth_token"
+    return [str(path) for path in (*sessions, token, token.parent) if path.stat().st_mode & 0o077]
+
+
 def is_loopback(address: str) -> bool:
     """True for 127.0.0.1, ::1, and the first written as the last is."""
     ip = ipaddress.ip_address(address)
@@ -211,10 +226,13 @@ def is_loopback(address: str) -> bool:
 def test_a_signal_saves_and_leaves_no_process(
     ray_here: Any, toy_flags: list[str], tmp_path: Path, signum: signal.Signals
 ) -> None:
-    """Two train workers, one engine and a Ray of their own, all of which listen on loopback only."""
+    """Two train workers, one engine and a Ray of their own: they listen on loopback only, their files are private."""
     folder = tmp_path / "run"
+    temporary, home = Path(tempfile.mkdtemp(dir="/tmp")), tmp_path / "home"  # short, as a socket's path must be
+    home.mkdir()
+    places = {"TMPDIR": str(temporary), "HOME": str(home), "TREADLE_CACHE": str(cache_folder())}
     numbers = ("--ray-num-cpus", "4", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1")
-    process = start(toy_flags, folder, "--num-rollout", "1000", "--save-interval", "1000", *numbers)
+    process = start(toy_flags, folder, "--num-rollout", "1000", "--save-interval", "1000", *numbers, **places)
     deadline = time.monotonic() + RUN_SECONDS
     while len(rows_of(folder)) < 2:
         assert time.monotonic() < deadline
@@ -224,6 +242,7 @@ def test_a_signal_saves_and_leaves_no_process(
     try:
         assert addresses(below)
         assert all(is_loopback(address) for address in addresses(below)), addresses(below)
+        assert open_to_others(temporary, home) == []
         process.send_signal(signum)
         output, _ = process.communicate(timeout=RUN_SECONDS)
     finally:
@@ -233,3 +252,5 @@ def test_a_signal_saves_and_leaves_no_process(
     assert (folder / "checkpoints" / "latest").read_text().strip() == f"rollout_{done:06d}"
     _, alive = psutil.wait_procs(below, timeout=30)
     assert not alive
+    assert list(temporary.glob("treadle-ray-*")) == []
+    shutil.rmtree(temporary)

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed ends with the very weights and metrics of one that was not."""
+"""A run that is killed and resumed ends with the very weights and metrics of one that was not; test_kills.py kills many."""
 
 from __future__ import annotations
 
@@ -20,12 +20,6 @@ from treadle.run.start import train
 Rows = Callable[[Path], list[dict]]
 RUN_SECONDS = 240
 TIMED = ("seconds", "per_second", "memory")
-
-
-def is_written(folder: Path, lines: int) -> Callable[[], bool]:
-    """True once metrics.jsonl has that many lines."""
-    metrics = folder / "metrics.jsonl"
-    return lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= lines
 
 
 def is_saved(folder: Path) -> Callable[[], bool]:
@@ -75,16 +69,6 @@ class Killed:
         self._finish(self.resumed)
         assert_same_end(self.whole, self.resumed, f"rollout_{self.num_rollout:06d}")
         assert steady(read_rows(self.resumed)) == steady(read_rows(self.whole))
-
-
-@pytest.mark.slow
-def test_killed_between_steps_and_inside_them(
-    start_program: Callable[..., Any], toy_flags: list[str], tmp_path: Path, read_rows: Rows
-) -> None:
-    run = Killed(start_program, toy_flags, tmp_path, 40)
-    for lines, wait_seconds in [(1, 0.0), (3, 0.03), (4, 0.1), (6, 0.0)]:
-        run.kill(lambda folder, lines=lines: is_written(folder, lines), wait_seconds)
-    run.check(read_rows)
 
 
 @pytest.mark.slow

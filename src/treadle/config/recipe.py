@@ -17,6 +17,7 @@ from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
 from treadle.registry import suggestion
 from treadle.regular_file import read_regular
+from treadle.visible_text import harmless_json
 
 Values = dict[str, Any]
 """Raw values by field name; a name says its section by itself."""
@@ -162,6 +163,6 @@ def to_toml_value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return harmless_json(json.dumps(value, ensure_ascii=False))
     assert isinstance(value, list | tuple), f"no TOML form for {value!r}"
     return "[" + ", ".join(to_toml_value(item) for item in value) + "]"

@@ -35,10 +35,21 @@ def data_weights_fit(config: Config) -> Iterator[Finding]:
         yield fault(f"prompt_data_weights = {list(weights)} must all be above 0; leave a source out instead")
 
 
-def system_prompt_is_rendered(config: Config) -> Iterator[Finding]:
-    if config.data.system_prompt is not None and not config.data.apply_chat_template:
+def template_settings_are_rendered(config: Config) -> Iterator[Finding]:
+    data = config.data
+    given = [
+        name
+        for name, value in (
+            ("system_prompt", data.system_prompt is not None),
+            ("tools_key", data.tools_key is not None),
+            ("chat_template_kwargs", data.chat_template_kwargs),
+            ("continue_final_message", data.continue_final_message),
+        )
+        if value
+    ]
+    if given and not data.apply_chat_template:
         yield warning(
-            "system_prompt without apply_chat_template reaches only prompts that are lists of messages; "
+            f"{', '.join(given)} without apply_chat_template reaches only prompts that are lists of messages; "
             "plain text prompts go without it"
         )
 
@@ -249,7 +260,7 @@ MODEL_RULES: tuple[Rule, ...] = (model_is_given,)
 GENERATION_RULES: tuple[Rule, ...] = (
     prompts_are_given,
     data_weights_fit,
-    system_prompt_is_rendered,
+    template_settings_are_rendered,
     training_sees_the_whole_distribution,
     greedy_samples_repeat,
     prompts_in_flight_fit,

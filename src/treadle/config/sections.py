@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from treadle.config.cluster import ClusterSection
+from treadle.config.data import DataSection
 from treadle.config.engine import EngineSection
 from treadle.config.names import reward_names
 from treadle.config.section import MAX_SECONDS, Section
@@ -45,36 +46,6 @@ class ModelSection(Section):
     attention_backend: Literal["auto", "batched", "sdpa"] = Field(
         "auto",
         description="How packed sequences attend: `batched` matmuls over similar lengths, `sdpa` one call per sequence; `auto` is one compiled call in bfloat16 on a CPU, where GCC is there and the processor multiplies bfloat16, and else chooses between the two.",
-    )
-
-
-class DataSection(Section):
-    """Where prompts come from."""
-
-    prompt_data: tuple[str, ...] = Field(
-        (),
-        description="Sources: a .jsonl/.json/.parquet/.csv file, a data set folder or hub id, or `reasoning_gym:task?key=value`; `path@[a:b]` takes rows a to b.",
-    )
-    prompt_data_weights: tuple[float, ...] = Field(
-        (), description="Share of prompts drawn from each source; by size where not given."
-    )
-    input_key: str = Field("input", description="Column of the prompt: text, or a list of chat messages.")
-    label_key: str | None = Field(None, description="Column of the answer that rewards compare with.")
-    metadata_key: str | None = Field(None, description="Column of extra values kept with each prompt.")
-    apply_chat_template: bool = Field(
-        False, description="Wrap a text prompt as a user message and render it with the model's chat template."
-    )
-    system_prompt: str | None = Field(
-        None, description="System message put before each prompt (needs the chat template)."
-    )
-    prompt_suffix: str = Field("", description="Text added to the end of each prompt (of the last user message).")
-    rollout_shuffle: bool = Field(
-        False, description="Shuffle the prompts anew each epoch; the order depends on the seed and the epoch only."
-    )
-    rollout_max_prompt_len: int | None = Field(
-        None,
-        ge=1,
-        description="Longer prompts are dropped and counted. Default: what the model's context leaves beside the response.",
     )
 
 
@@ -386,6 +357,7 @@ class EvalOverride(Section):
     eval_max_response_len: int | None = Field(None, ge=1)
     input_key: str | None = None
     label_key: str | None = None
+    tools_key: str | None = None
     rm_type: tuple[str, ...] | None = None
 
 

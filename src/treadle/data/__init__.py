@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import replace
 
 from treadle.chat import Codec
-from treadle.config.sections import DataSection, EvalSection
+from treadle.config.sections import DataSection, EvalOverride, EvalSection
+from treadle.data.column_key import has_key
 from treadle.data.dataset import PromptDataset
 from treadle.data.readers import Reader, open_reader, source_name
 from treadle.data.rendering import PromptFormat
@@ -42,17 +43,23 @@ def build_eval_sets(
 ) -> dict[str, PromptDataset]:
     """The evaluation sets by name, in the order they are given; each prompt's `group_id` is its row number.
 
-    `metadata_key` is read where a set has that column.
+    `metadata_key` and `tools_key` are read where a set has that column.
     """
     sources = _eval_sources(evaluation)
     form = _prompt_format(data)
     sets: dict[str, PromptDataset] = {}
     for name, source in sources.items():
         override = evaluation.eval_overrides.get(name)
-        own = form if override is None else _prompt_format(data, override.input_key, override.label_key)
+        own = form if override is None else _prompt_format(data, override)
         reader = open_reader(source)
-        if own.metadata_key is not None and own.metadata_key not in reader.columns:
+        if own.metadata_key is not None and not has_key(reader, own.metadata_key):
             own = replace(own, metadata_key=None)  # no evaluation setting could name another column
+        if (
+            own.tools_key is not None
+            and (override is None or override.tools_key is None)
+            and not has_key(reader, own.tools_key)
+        ):
+            own = replace(own, tools_key=None)
         sets[name] = PromptDataset(name, reader, codec, own, max_prompt_len)
     return sets
 
@@ -74,12 +81,15 @@ def _eval_sources(evaluation: EvalSection) -> dict[str, str]:
     return sources
 
 
-def _prompt_format(data: DataSection, input_key: str | None = None, label_key: str | None = None) -> PromptFormat:
+def _prompt_format(data: DataSection, override: EvalOverride | None = None) -> PromptFormat:
+    own = override or EvalOverride()
     return PromptFormat(
-        input_key=input_key or data.input_key,
-        label_key=label_key or data.label_key,
+        input_key=own.input_key or data.input_key,
+        label_key=own.label_key or data.label_key,
         metadata_key=data.metadata_key,
+        tools_key=own.tools_key or data.tools_key,
         apply_chat_template=data.apply_chat_template,
+        continue_final_message=data.continue_final_message,
         system_prompt=data.system_prompt,
         prompt_suffix=data.prompt_suffix,
     )

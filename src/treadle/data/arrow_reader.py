@@ -28,6 +28,8 @@ _CHUNK_BYTES = 1 << 24
 class ArrowReader:
     """Reader over a `datasets.Dataset`."""
 
+    adds_nulls = True
+
     def __init__(self, dataset: Dataset, name: str):
         self._dataset = dataset.with_format(None)  # a saved set may carry a format that gives tensors
         self._name = name

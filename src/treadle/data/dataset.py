@@ -8,10 +8,10 @@ from typing import Any, overload
 import numpy as np
 
 from treadle.chat import Codec
-from treadle.data.readers import Reader
+from treadle.data.column_key import find_key
+from treadle.data.readers import Reader, adds_nulls
 from treadle.data.rendering import PromptFormat, Rendered, Renderer
 from treadle.errors import DataError
-from treadle.registry import suggestion
 from treadle.types import Prompt
 
 _BATCH = 1000
@@ -32,13 +32,15 @@ class PromptDataset(Sequence[Prompt]):
         self.num_rows = len(reader)
         self._reader = reader
         self._form = form
-        self._renderer = Renderer(codec, form)
+        self._renderer = Renderer(codec, form, adds_nulls(reader))
         self._max_prompt_len = max_prompt_len
         if self.num_rows == 0:
             raise DataError(f"{name!r} is empty: it has no rows")
-        for key in (form.input_key, form.label_key, form.metadata_key):
-            if key is not None:
-                _require_column(name, reader, key)
+        self._input = find_key(name, reader, form.input_key)
+        self._label, self._metadata, self._tools = (
+            None if key is None else find_key(name, reader, key)
+            for key in (form.label_key, form.metadata_key, form.tools_key)
+        )
         self._kept = self._rows_that_fit()  # int64 [len], None where all rows fit
 
     @property
@@ -67,8 +69,9 @@ class PromptDataset(Sequence[Prompt]):
 
     def prompt(self, row: int, group_id: int) -> Prompt:
         """The prompt of a row, as the draw `group_id`."""
-        form, columns = self._form, self._reader.row(row)
-        rendered, token_ids = self._encoded(row, columns.get(form.input_key))
+        columns = self._reader.row(row)
+        tools = None if self._tools is None else self._tools.value(columns)
+        rendered, token_ids = self._encoded(row, self._input.value(columns), tools)
         if len(token_ids) > self._max_prompt_len:
             raise DataError(
                 f"{self._reader.locate(row)}: the prompt has {len(token_ids)} tokens, more than the limit of "
@@ -78,21 +81,25 @@ class PromptDataset(Sequence[Prompt]):
             group_id=group_id,
             token_ids=tuple(token_ids),
             text=rendered.text,
-            label=None if form.label_key is None else columns.get(form.label_key),
+            label=None if self._label is None else self._label.value(columns),
             columns=columns,
             data_name=self.name,
             row=row,
             messages=rendered.messages,
-            metadata={} if form.metadata_key is None else _metadata(form.metadata_key, columns.get(form.metadata_key)),
+            metadata={}
+            if self._metadata is None
+            else _metadata(self._form.metadata_key, self._metadata.value(columns)),
         )
 
     def _rows_that_fit(self) -> np.ndarray | None:
         fits = np.ones(self.num_rows, dtype=bool)
         shortest, longest = 0, 0
         for start in range(0, self.num_rows, _BATCH):
-            values = self._reader.column(self._form.input_key, start, min(start + _BATCH, self.num_rows))
-            for row, value in enumerate(values, start):
-                length = self._length_if_unsure(row, value)
+            stop = min(start + _BATCH, self.num_rows)
+            values = self._input.values(self._reader, start, stop)
+            tools = [None] * len(values) if self._tools is None else self._tools.values(self._reader, start, stop)
+            for row, (value, schemas) in enumerate(zip(values, tools, strict=True), start):
+                length = self._length_if_unsure(row, value, schemas)
                 if length > self._max_prompt_len:
                     fits[row] = False
                     longest = max(longest, length)
@@ -105,41 +112,31 @@ class PromptDataset(Sequence[Prompt]):
             )
         return None if fits.all() else np.flatnonzero(fits)
 
-    def _length_if_unsure(self, row: int, value: Any) -> int:
+    def _length_if_unsure(self, row: int, value: Any, tools: Any) -> int:
         """Tokens of a prompt that may be too long, 0 for one that can't be."""
         try:
-            bound = self._renderer.max_tokens(value)
+            bound = self._renderer.max_tokens(value, tools)
         except DataError as error:
             raise DataError(f"{self._reader.locate(row)}: {error}") from error
         if bound is not None and bound <= self._max_prompt_len:
             return 0
-        _, token_ids = self._encoded(row, value)
+        _, token_ids = self._encoded(row, value, tools)
         if not token_ids:
             raise DataError(
                 f"{self._reader.locate(row)}: column {self._form.input_key!r} is empty; every row needs a prompt"
             )
         return len(token_ids)
 
-    def _encoded(self, row: int, value: Any) -> tuple[Rendered, list[int]]:
+    def _encoded(self, row: int, value: Any, tools: Any) -> tuple[Rendered, list[int]]:
         try:
-            rendered = self._renderer.render(value)
+            rendered = self._renderer.render(value, tools)
             return rendered, self._renderer.encode(rendered)
         except DataError as error:
             raise DataError(f"{self._reader.locate(row)}: {error}") from error
 
 
-def _require_column(name: str, reader: Reader, key: str) -> None:
-    if key in reader.row(0):
-        return
-    columns = list(reader.columns)  # the first row may lack it; this reads them all
-    if key not in columns:
-        raise DataError(
-            f"{name!r} has no column {key!r}{suggestion(key, columns)}; it has {', '.join(map(repr, columns))}"
-        )
-
-
-def _metadata(key: str, value: Any) -> Mapping[str, Any]:
+def _metadata(key: str | None, value: Any) -> Mapping[str, Any]:
     """A dict as it is, nothing for None, any other value under the column's name."""
     if value is None:
         return {}
-    return dict(value) if isinstance(value, Mapping) else {key: value}
+    return dict(value) if isinstance(value, Mapping) else {str(key): value}

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle.data.arrow_reader import read_csv, read_folder, read_hub, read_parquet
+from treadle.data.arrow_reader import ArrowReader, read_csv, read_folder, read_hub, read_parquet
 from treadle.data.depth import TOO_DEEP, is_too_deep
 from treadle.data.gym_reader import GYM_PREFIX, GymReader
 from treadle.data.json_reader import JsonReader
@@ -107,6 +107,8 @@ class UserReader:
             row = self._reader.row(index)
         if not isinstance(row, Mapping):
             raise DataError(f"{self._name}: row {index} is a {type(row).__name__}, not a dict of columns")
+        if is_too_deep(row):
+            raise DataError(f"{self.locate(index)}: {TOO_DEEP}")
         return dict(row)
 
     def column(self, name: str, start: int, stop: int) -> list[Any]:
@@ -119,6 +121,10 @@ class UserReader:
     def locate(self, index: int) -> str:
         with self._calling():
             return str(self._reader.locate(index))
+
+    @property
+    def adds_nulls(self) -> bool:
+        return adds_nulls(self._reader)
 
 
 class SlicedReader:
@@ -146,6 +152,15 @@ class SlicedReader:
 
     def locate(self, index: int) -> str:
         return self._reader.locate(self._start + index)
+
+    @property
+    def adds_nulls(self) -> bool:
+        return adds_nulls(self._reader)
+
+
+def adds_nulls(reader: Reader) -> bool:
+    """Return whether a reader gives each object in a column the keys of all others, as None; Arrow does."""
+    return bool(getattr(reader, "adds_nulls", False))
 
 
 def open_reader(source: str) -> Reader:
@@ -289,6 +304,8 @@ def _open_object(location: str) -> Reader:
             found = found()
     if all(hasattr(found, name) for name in ("row", "column", "locate", "__len__")):
         return UserReader(found, location)
+    if type(found).__module__.startswith("datasets.") and hasattr(found, "column_names"):
+        return ArrowReader(found, location)
     if isinstance(found, str | bytes | Mapping) or not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise DataError(
             f"data reader {location!r} gave a {type(found).__name__}; it must give a Reader or a sequence of dict rows"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from treadle.chat import Codec
+from treadle.data.messages import checked_messages, checked_tools, content_text, messages_in, with_suffix, without_nulls
 from treadle.errors import ConfigError, DataError, ModelError
 from treadle.types import Message
 
 _MAX_FRAMES = 64
 _PROBES = ("x", "x " * 20 + "x")
+
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,9 @@ class PromptFormat:
     input_key: str = "input"
     label_key: str | None = None
     metadata_key: str | None = None
+    tools_key: str | None = None
     apply_chat_template: bool = False
+    continue_final_message: bool = False
     system_prompt: str | None = None
     prompt_suffix: str = ""
 
@@ -36,39 +42,54 @@ class Rendered:
 
 
 class Renderer:
-    """Turns the value of the prompt column into text and token ids; its errors leave naming the row to the caller."""
+    """Turns the values of a row into text and token ids; its errors leave naming the row to the caller.
 
-    def __init__(self, codec: Codec, form: PromptFormat):
+    `adds_nulls` says that the rows come from Arrow, which gives each object the keys of all others as None.
+    """
+
+    def __init__(self, codec: Codec, form: PromptFormat, adds_nulls: bool = False):
         self._codec = codec
         self._form = form
+        self._adds_nulls = adds_nulls
         self._frames: dict[tuple[str, ...], int | None] = {}
         self._added = len(codec.encode_text("")) + 8
 
-    def render(self, value: Any) -> Rendered:
-        """The prompt as text. Raises `DataError` for a value that is no prompt, or one the chat template refuses."""
-        content = self._content(value)
+    def render(self, value: Any, tools: Any = None) -> Rendered:
+        """Return the prompt as text.
+
+        Args:
+            value: the prompt: text or messages.
+            tools: the value of the tools' column.
+        Raises:
+            DataError: if the value is no prompt, or the chat template refuses it.
+        """
+        content, schemas = self._content(value, tools)
         messages = None if isinstance(content, str) else tuple(content)
-        text = content if isinstance(content, str) else self._template(content)
+        text = content if isinstance(content, str) else self._template(content, schemas)
         if not text.isascii():
             _utf8(text)
         return Rendered(text, messages)
 
     def encode(self, rendered: Rendered) -> list[int]:
-        if rendered.messages is None:
-            return self._codec.encode_text(rendered.text)
-        return self._codec.encode_rendered(rendered.text)
+        """Return the token ids; raises `DataError` if the tokenizer has none for the text."""
+        try:
+            if rendered.messages is None:
+                return self._codec.encode_text(rendered.text)
+            return self._codec.encode_rendered(rendered.text)
+        except ModelError as error:
+            raise DataError(str(error)) from error
 
-    def max_tokens(self, value: Any) -> int | None:
-        """More tokens than this the prompt can't have; None where only tokenising it tells.
+    def max_tokens(self, value: Any, tools: Any = None) -> int | None:
+        """Return how many tokens the prompt has at most; None where only tokenising it tells.
 
         Messages are bounded without running the template on each: the text around their contents is measured once
         for each sequence of roles. Raises as `render` does.
         """
-        content = self._content(value)
+        content, schemas = self._content(value, tools)
         if isinstance(content, str):
             return _max_tokens(content) + self._added if content else None
-        if any(len(message) != 2 for message in content):
-            return None  # other keys than role and content: what the template makes of them is unknown
+        if schemas is not None or any(len(m) != 2 or not isinstance(m["content"], str) for m in content):
+            return None  # more than texts with their roles: what the template makes of it is unknown
         roles = tuple(message["role"] for message in content)
         if roles not in self._frames:
             if len(self._frames) >= _MAX_FRAMES:
@@ -85,35 +106,64 @@ class Renderer:
         grown = len(roles) * (len(_PROBES[1]) - len(_PROBES[0]))
         return _max_tokens(short) if len(long) - len(short) <= grown else None
 
-    def _template(self, messages: Sequence[Message]) -> str:
+    def _template(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
+        continued = messages[-1]["role"] == "assistant"  # with the flag only: others were refused
         try:
-            return self._codec.render_messages(messages)
+            return self._codec.render_messages(messages, tools, continue_final=continued)
         except ModelError as error:
             if not self._codec.has_chat_template:
                 raise
             raise DataError(str(error)) from error
 
-    def _content(self, value: Any) -> str | list[Message]:
-        """The plain text, or the messages, with system prompt and suffix in place."""
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the chat template makes the same of a content in parts as of its text; most know text only."""
+        contents = "x", [{"type": "text", "text": "x"}]
+        try:
+            texts = {self._codec.render_messages([{"role": "user", "content": content}]) for content in contents}
+        except ModelError:
+            return False
+        return len(texts) == 1
+
+    def _content(self, value: Any, tools: Any) -> tuple[str | list[Message], Tools | None]:
+        """The plain text, or the messages with system prompt and suffix in place; and the tools."""
         form = self._form
-        if isinstance(value, str):
-            if not form.apply_chat_template:
-                if form.system_prompt is not None:
+        what = f"column {form.input_key!r}"
+        if self._adds_nulls:
+            value, tools = without_nulls(value), without_nulls(tools)
+        schemas = checked_tools(tools, f"column {form.tools_key!r}")
+        if isinstance(value, str) and not form.apply_chat_template:
+            for name, given in (("system_prompt", form.system_prompt is not None), ("tools_key", schemas is not None)):
+                if given:
                     raise ConfigError(
-                        f"system_prompt needs a chat template, and column {form.input_key!r} holds plain text; "
-                        "add --apply-chat-template"
+                        f"{name} needs a chat template, and {what} holds plain text; add --apply-chat-template"
                     )
-                return value + form.prompt_suffix
-            messages: list[Message] = [{"role": "user", "content": value + form.prompt_suffix}]
-        else:
-            messages = _checked_messages(value, f"column {form.input_key!r}")
-            if form.prompt_suffix:
-                messages = _with_suffix(messages, form.prompt_suffix)
+            return value + form.prompt_suffix, None
+        if isinstance(value, str):
+            value = messages_in(value) or [{"role": "user", "content": value}]
+        messages = checked_messages(value, what)
+        if messages[-1]["role"] == "assistant":
+            messages[-1] = self._continued(messages[-1])
+        if form.prompt_suffix:
+            messages = with_suffix(messages, form.prompt_suffix)
         if form.system_prompt is not None:
             if messages[0]["role"] == "system":
                 raise DataError("the prompt has a system message of its own; leave out --system-prompt")
             messages.insert(0, {"role": "system", "content": form.system_prompt})
-        return messages
+        if any(isinstance(message["content"], list) for message in messages) and not self._takes_parts:
+            messages = [{**m, "content": content_text(m)} if isinstance(m["content"], list) else m for m in messages]
+        return messages, schemas
+
+    def _continued(self, message: Message) -> Message:
+        if not self._form.continue_final_message:
+            raise DataError(
+                "the prompt ends with an assistant message, and the model would begin another one after it; take it "
+                "out, or have the model continue it with --continue-final-message"
+            )
+        text = content_text(message)
+        if not text or message.get("tool_calls"):
+            raise DataError("the last message has no text that could be continued; take it out")
+        return {**message, "content": text}
 
 
 def _max_tokens(text: str) -> int:
@@ -135,33 +185,3 @@ def _utf8(text: str) -> bytes:
         raise DataError(
             f"the prompt holds half a character ({text[error.start]!r}, a lone surrogate); remove it"
         ) from error
-
-
-def _checked_messages(value: Any, what: str) -> list[Message]:
-    if value is None:
-        raise DataError(f"{what} is null or missing; every row needs a prompt")
-    if not isinstance(value, list | tuple):
-        raise DataError(
-            f"{what} is a {type(value).__name__}; a prompt is text, or a list of {{role, content}} messages"
-        )
-    if not value:
-        raise DataError(f"{what} is an empty list; a prompt needs at least one message")
-    messages: list[Message] = []
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise DataError(f"{what}, message {number} is a {type(message).__name__}, not {{role, content}}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                kind = type(message[key]).__name__ if key in message else "missing"
-                raise DataError(f"{what}, message {number}: {key!r} must be text, not {kind}")
-        # Arrow gives each message the keys of all others, as None; a template would take them for real.
-        messages.append({key: item for key, item in message.items() if item is not None})
-    return messages
-
-
-def _with_suffix(messages: list[Message], suffix: str) -> list[Message]:
-    for index in range(len(messages) - 1, -1, -1):
-        if messages[index]["role"] == "user":
-            changed = {**messages[index], "content": messages[index]["content"] + suffix}
-            return [*messages[:index], changed, *messages[index + 1 :]]
-    raise DataError("prompt_suffix goes on the last user message, and there is none; leave it out")

@@ -17,6 +17,7 @@ from treadle.errors import ConfigError, RunFolderLostError
 from treadle.observe.atomic_file import write_atomically
 from treadle.observe.metric_lines import read_metric_lines
 from treadle.observe.samples import rollout_file, rollout_ids
+from treadle.visible_text import harmless_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,8 @@ class RunFolder:
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    write_atomically(path, [json.dumps(dict(values), indent=2, ensure_ascii=False, default=str).encode(), b"\n"])
+    text = json.dumps(dict(values), indent=2, ensure_ascii=False, default=str)
+    write_atomically(path, [harmless_json(text).encode(), b"\n"])
 
 
 def _make(path: Path) -> Path:

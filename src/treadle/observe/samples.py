@@ -19,6 +19,7 @@ import numpy as np
 from treadle.errors import DataError
 from treadle.observe.atomic_file import write_atomically
 from treadle.types import Group, Sample, prompt_from_json, prompt_to_json, sample_from_json, sample_to_json
+from treadle.visible_text import harmless_json
 
 TOKEN_FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "weight_versions")
 _FILE_NAME = re.compile(r"rollout_(\d{6,})\.jsonl")
@@ -125,10 +126,7 @@ def _encode(row: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError, RecursionError):
         row = _json_like(row, 0)
         text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-    try:
-        return text.encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8, but it has a JSON escape
-        return json.dumps(row, allow_nan=False, default=_stand_in).encode() + b"\n"
+    return harmless_json(text).encode() + b"\n"
 
 
 def _stand_in(value: Any) -> Any:

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Sequence
 
+from treadle.visible_text import visible
+
+__all__ = ["clock", "number", "percent", "shorten_middle", "sparkline", "visible"]
+
 _SPARKS = "▁▂▃▄▅▆▇█"
-_HARMLESS_FORMATS = "\u200c\u200d"  # joiners: scripts and emoji need them
-
-
-def visible(text: str) -> str:
-    """Text on one line, with every control character shown as a sign or an escape instead of acting.
-
-    >>> visible("a\\nb\\x1b[31mc")
-    'a⏎b␛[31mc'
-    """
-    return "".join(_visible_character(c) for c in text)
-
-
-def _visible_character(character: str) -> str:
-    code = ord(character)
-    if character == "\n":
-        return "⏎"
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "␡"
-    if character not in _HARMLESS_FORMATS and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-    return character
 
 
 def shorten_middle(text: str, max_length: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from treadle.config import Config, batch_arithmetic
 from treadle.config.names import ADVANTAGE_ESTIMATORS
+from treadle.errors import ConfigError
 from treadle.metrics import Metric, metric
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -22,6 +23,8 @@ _WHOLE_WIDTHS = 7
 """Sides of a layer's matrices that have the model's width and are whole on tensor-parallel neighbours (Llama's shape)."""
 _LOGIT_TILES = 4
 """Tiles of logits that exist at once."""
+_LEAST_SAMPLE_BYTES = 512
+"""What a sample takes without its tokens: an object with four arrays."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -209,6 +212,30 @@ def _logit_bytes(shape: ModelShape) -> int:
 
     rows, columns = GPU_TILE if shape.device == "cuda" else CPU_TILE
     return _LOGIT_TILES * rows * min(columns, shape.vocab_size) * 4
+
+
+def check_samples_fit(config: Config, machine: MachineMemory, *, evaluation_only: bool = False) -> None:
+    """Raise `ConfigError` if the samples that exist at once are more than the machine's memory could ever hold.
+
+    Counts only what every sample takes however short it is, so what it refuses would run out of memory for certain.
+    """
+    rollout, of_set = config.rollout, config.eval.eval_overrides.values()
+    counts: list[tuple[str, int]] = []
+    if not (evaluation_only or config.debug.debug_train_only):
+        name = "rollout_batch_size"
+        if (rollout.over_sampling_batch_size or 0) > rollout.rollout_batch_size:
+            name = "over_sampling_batch_size"
+        prompts = max(rollout.rollout_batch_size, rollout.over_sampling_batch_size or 0)
+        counts.append((f"{name} × n_samples_per_prompt", prompts * rollout.n_samples_per_prompt))
+    if config.eval.eval_prompt_data:
+        given = [config.eval.n_samples_per_eval_prompt, *(one.n_samples_per_eval_prompt or 0 for one in of_set)]
+        counts.append(("n_samples_per_eval_prompt", max(given)))
+    for name, count in counts:
+        if count * _LEAST_SAMPLE_BYTES > machine.total:
+            raise ConfigError(
+                f"{name} = {count} samples take at least {gib(count * _LEAST_SAMPLE_BYTES)} of memory, but {machine.what} has "
+                f"{gib(machine.total)}; lower them"
+            )
 
 
 class PeakMemory:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from treadle.config import Config, RunLength, batch_arithmetic, check_config, parse_eval_sets, run_length
 from treadle.errors import ModelError
-from treadle.run.memory import MachineMemory, ModelShape, gib, machine_memory, memory_of_workers
+from treadle.run.memory import MachineMemory, ModelShape, check_samples_fit, gib, machine_memory, memory_of_workers
 
 if TYPE_CHECKING:
     from treadle.chat import Codec
@@ -63,6 +63,7 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
     Raises `ConfigError`, `ModelError` or `DataError` for what would stop the run.
     """
     check_config(config)
+    check_samples_fit(config, machine_memory("cpu"))
     from treadle.chat import load_codec
     from treadle.models.bundled import resolve
     from treadle.run.build import check_models, find_teacher, longest_prompt, resolve_objective
@@ -76,7 +77,7 @@ def plan_run(config: Config, recipe_name: str = "run") -> str:
         raise ModelError(f"{name} is not on this machine yet; `treadle model fetch {name}` downloads it")
     check_models(config, path, fetch_missing=False)
     shape = _model_shape(config, path)
-    codec = load_codec(path)
+    codec = load_codec(path, config.data.template_kwargs)
     check_vocabulary(config, codec, path, fetch_missing=False)
     max_prompt = longest_prompt(config, path)
     teacher = find_teacher(config, codec, max_prompt, fetch_missing=False)

@@ -47,7 +47,7 @@ class RolloutActor:
     def __init__(self, setup: WorkerSetup, places: Places):
         enter_worker(setup)
         self._setup, self._config, self._places = setup, setup.config, places
-        self._codec = load_codec(setup.model_path)
+        self._codec = load_codec(setup.model_path, setup.config.data.template_kwargs)
         self._notes = Notes()
         self._num_workers: dict[int, int] = {}  # by engine
         self._stack = AsyncExitStack()

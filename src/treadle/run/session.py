@@ -57,7 +57,7 @@ def open_session(config: Config, progress: Progress, place: Place) -> Session:
     progress.phase("looking for the model")
     model_path = resolve(config.model.hf_checkpoint)
     build.check_models(config, model_path)
-    codec = load_codec(model_path)
+    codec = load_codec(model_path, config.data.template_kwargs)
     check_vocabulary(config, codec, model_path)
     note = padding_note(codec, model_path)
     if note is not None:

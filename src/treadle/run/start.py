@@ -24,6 +24,7 @@ from treadle.run.differences import check_supplies
 from treadle.run.lease import FreeLease, Lease, SharedLease
 from treadle.run.local import LocalParts, Push
 from treadle.run.loop import Schedule, train_loop
+from treadle.run.memory import check_samples_fit, machine_memory
 from treadle.run.place import claim_folder, claim_place
 from treadle.run.rollouts import Generation
 from treadle.run.servers import LocalServers, ServerPlace, is_server
@@ -43,6 +44,7 @@ def train(config: Config, recipe_name: str) -> None:
     A run that a signal stopped raises `KeyboardInterrupt` (Ctrl-C) or `SystemExit` with 143 (SIGTERM) once it is saved.
     """
     warnings = check_config(config)
+    check_samples_fit(config, machine_memory("cpu"))
     with Progress(config.observe.progress, title=recipe_name) as progress, ExitStack() as stack:
         for warning in warnings:
             progress.warn(warning)
@@ -56,6 +58,7 @@ def evaluate(config: Config, recipe_name: str) -> None:
     if not config.eval.eval_prompt_data:
         raise ConfigError("treadle eval needs evaluation sets; give --eval-prompt-data name=source")
     warnings = check_config(config, evaluation_only=True)
+    check_samples_fit(config, machine_memory("cpu"), evaluation_only=True)
     with Progress(config.observe.progress, title=recipe_name) as progress, ExitStack() as stack:
         for warning in warnings:
             progress.warn(warning)

@@ -10,12 +10,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, first_line
 from treadle.training.ranks import Ranks
 
 MAX_FILE_BYTES = 2 << 30
@@ -91,12 +92,24 @@ def write_index(folder: Path, plan: tuple[FilePlan, ...], sizes: Mapping[str, in
     (folder / f"{plan[0].file.split('-')[0]}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{str(file)!r} is no sound safetensors file: {first_line(error)}; use another checkpoint"
+        ) from error
+
+
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of `<stem>.safetensors`, or of its parts, read one by one as they are asked for."""
+    """The tensors of `<stem>.safetensors`, or of its parts, read one by one as they are asked for.
+
+    Raises `CheckpointError` if one of the files is damaged.
+    """
 
     def __init__(self, folder: Path, stem: str):
         files = sorted({*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")})
-        self._handles = [safe_open(file, framework="pt") for file in files]
+        self._handles = [_open(file) for file in files]
         self._places = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:

@@ -51,15 +51,15 @@ def test_text_becomes_a_user_message_under_the_template(codec: Codec) -> None:
 def test_messages_are_rendered_with_or_without_the_flag(codec: Codec) -> None:
     messages = [
         {"role": "user", "content": "a", "name": None},
-        {"role": "user", "content": "b"},
         {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "b"},
     ]
     for apply in (False, True):
         (prompt,) = dataset([{"q": messages}], codec, input_key="q", apply_chat_template=apply, prompt_suffix="?")
-        assert prompt.text == "<user>a\n<user>b?\n<assistant>c\n<assistant>"
+        assert prompt.text == "<user>a\n<assistant>c\n<user>b?\n<assistant>"
         assert prompt.messages is not None
         assert prompt.messages[0] == {"role": "user", "content": "a"}
-    assert messages[1]["content"] == "b"
+    assert messages[2]["content"] == "b"
 
 
 def test_metadata_of_other_types_is_kept_under_its_column(codec: Codec) -> None:
@@ -176,7 +176,11 @@ def test_templates_that_write_a_content_twice_are_measured(make_codec: MakeCodec
         ([], "is an empty list"),
         (["hi"], "message 0 is a str, not {role, content}"),
         ([{"role": "user", "text": "x"}], "message 0: 'content' must be text, not missing"),
-        ([{"role": "user", "content": ["x"]}], "message 0: 'content' must be text, not list"),
+        ([{"role": "user", "content": None}], "message 0: 'content' must be text, not NoneType"),
+        ([{"role": "user", "content": 5}], "message 0: 'content' must be text, not int"),
+        ([{"role": None, "content": "x"}], "message 0: 'role' must be text, not NoneType"),
+        ([{"role": "user", "content": ["x"]}], "message 0: content holds a part that is a str; Treadle takes text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "content holds a part that is of type 'image'"),
         ({"role": "user", "content": "x"}, "column 'q' is a dict"),
         ("a\ud83d", "row 1: the prompt holds half a character ('\\ud83d', a lone surrogate)"),
     ],
@@ -208,8 +212,10 @@ def test_settings_that_do_not_fit_the_prompts_are_refused(codec: Codec) -> None:
         dataset([{"input": "a"}], codec, system_prompt="s")
     own = [{"input": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}]
     assert "has a system message of its own" in refused(own, codec, system_prompt="other")
-    assistant = [{"input": [{"role": "assistant", "content": "s"}]}]
-    assert "last user message, and there is none" in refused(assistant, codec, prompt_suffix="!")
+    system = [{"input": [{"role": "system", "content": "s"}]}]
+    assert "last user message, and there is none" in refused(system, codec, prompt_suffix="!")
+    with pytest.raises(ConfigError, match="tools_key needs a chat template"):
+        dataset([{"input": "a", "t": [{"name": "f"}]}], codec, tools_key="t")
 
 
 def test_a_template_that_refuses_names_the_row_and_none_at_all_names_the_model(make_codec: MakeCodec) -> None:

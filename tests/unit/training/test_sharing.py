@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.errors import ConfigError, RankError
+from treadle.errors import CheckpointError, ConfigError, RankError
 from treadle.training.host_memory import HostCopies
 from treadle.training.micro_batches import with_last
 from treadle.training.packing import empty_row
@@ -161,3 +161,10 @@ def test_weights_for_others_are_named_before_they_are_sent(make_trainer) -> None
     found = {name: (tuple(t.shape), t.dtype) for name, t in trainer.full_parameters()}
     assert found == {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
     assert list(found) == list(specs)
+
+
+@pytest.mark.parametrize("content", [b"", bytes(4096), b"\xff" * 64], ids=("empty", "zeros", "ones"))
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / "optimizer.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors' is no sound safetensors file"):
+        TensorFiles(tmp_path, "optimizer")

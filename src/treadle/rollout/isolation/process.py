@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from treadle.rollout.isolation.frames import decode_frames, encode_frame
+from treadle.rollout.isolation.output import WorkerOutput
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -30,15 +31,22 @@ class WorkerProcess:
         here, there = socket.socketpair()
         self.connection = here
         here.setblocking(False)
-        with there:
+        self._output = WorkerOutput()
+        with there, self._output.writing() as printed:
             paths = json.dumps([str(path) for path in sys.path])
             command = [sys.executable, "-P", "-c", _BOOT, paths, str(there.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
                 pass_fds=(there.fileno(),),
                 process_group=0,  # no Ctrl-C from the terminal
-                env={"PYTHONHASHSEED": "0", **os.environ},  # sets have one order in every worker
+                env={
+                    "PYTHONHASHSEED": "0",
+                    "PYTHONUNBUFFERED": "1",
+                    **os.environ,
+                },  # sets have one order in every worker
             )
         self._unsent = bytearray()
         self._received = bytearray()
@@ -104,6 +112,7 @@ class WorkerProcess:
         if self._process.poll() is None:
             self._process.kill()
         self.connection.close()
+        self._output.finish(max(0.1, deadline - time.monotonic()))
 
     def exit_text(self) -> str:
         """Say how the worker ended."""

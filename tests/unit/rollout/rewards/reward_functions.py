@@ -79,6 +79,17 @@ def starts_a_child(sample):
     time.sleep(60)
 
 
+def prints(sample):
+    """Prints the response in every way there is."""
+    import subprocess
+
+    print("printed", sample.response)
+    print("logged", sample.response, file=sys.stderr)
+    os.write(1, f"written {sample.response}\n".encode())
+    subprocess.run(["echo", "echoed", sample.response], check=True)
+    return 1.0
+
+
 def detaches_a_child(sample):
     """Starts a process with a session of its own whose parent is gone, writes its id, and does what the response says."""
     import subprocess

@@ -267,3 +267,13 @@ def test_what_gives_up_a_call_frees_the_event_loop_of_it(path, sample):
             return await score_one(scorer, sample("ok"))
 
     assert asyncio.run(run()).reward == 1.0
+
+
+def test_what_a_reward_prints_acts_on_no_terminal(score, path, capfd):
+    """The response sets the title of the terminal, and turns the rest of the line around."""
+    samples = score({"custom_rm_path": path("prints"), "rm_num_workers": 1}, ["\x1b]0;owned\x07\u202eabc"])
+    assert samples[0].reward == 1.0, samples[0].failure
+    out, err = capfd.readouterr()
+    assert out == ""
+    shown = "␛]0;owned␇\\u202eabc"
+    assert sorted(err.splitlines()) == [f"{word} {shown}" for word in ("echoed", "logged", "printed", "written")]

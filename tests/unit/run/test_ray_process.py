@@ -1,0 +1,54 @@
+"""What a Ray that is started for a run leaves where others can reach it: nothing."""
+
+import pytest
+
+from treadle.run.ray_process import MAX_FOLDER_BYTES, keep_token_private, private_sessions
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_sessions_are_below_a_private_folder_with_room_for_a_socket(tmp_path, monkeypatch, depth):
+    base = tmp_path.joinpath(*["long-name-of-a-folder"] * depth)
+    base.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("RAY_TMPDIR", str(base))
+    sessions = private_sessions()
+    assert sessions.parent.stat().st_mode & 0o777 == 0o700
+    assert len(str(sessions)) <= MAX_FOLDER_BYTES
+    sessions.parent.rmdir()
+
+
+def mode_of(path):
+    return path.stat().st_mode & 0o777
+
+
+@pytest.fixture
+def token(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".ray" / "auth_token"
+
+
+def test_a_token_is_made_for_this_user_alone(token):
+    keep_token_private(makes_one=False)
+    assert not token.exists()
+    keep_token_private(makes_one=True)
+    written = token.read_text()
+    assert len(written) == 64
+    assert (mode_of(token), mode_of(token.parent)) == (0o600, 0o700)
+    keep_token_private(makes_one=True)
+    assert token.read_text() == written
+
+
+def test_a_token_that_ray_left_open_is_closed(token):
+    token.parent.mkdir()
+    token.write_text("old")
+    token.chmod(0o644)
+    keep_token_private(makes_one=False)
+    assert (token.read_text(), mode_of(token)) == ("old", 0o600)
+
+
+@pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"])
+def test_what_the_user_has_set_up_is_left_alone(token, monkeypatch, name):
+    monkeypatch.setenv(name, "disabled")
+    keep_token_private(makes_one=True)
+    assert not token.exists()
