@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-MAX_CPU_SECONDS = 5.0
+MAX_CPU_SECONDS = 3.0
 REGAINED_CPU_SECONDS = 0.1  # of them, with each rendering
 MAX_BYTES = 1 << 30
 MAX_OWN_CHARACTERS = 1 << 20

@@ -169,6 +169,10 @@ def quick(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     jobs.add("asleep", 2, sleeps=True, fields=CASES["grpo"]["fields"])
     jobs.add("bfloat16", 2, fields={"dtype": "bfloat16"})
     jobs.add("tensor", 2, fields={"tensor_parallel_size": 2, **CASES["grpo"]["fields"]})
+    still = {"dtype": "bfloat16", "lr": 1e-20, "weight_decay": 0.0, "num_steps_per_rollout": 3}
+    steps = {"rollout_batch_size": 4, "n_samples_per_prompt": 6, "max_tokens_per_gpu": 4096}
+    long = {"sizes": [6, 6, 6, 6], "response_lengths": [5, 40]}
+    jobs.add("still", 2, rollouts=[0], groups=long, fields={**still, **steps})
     jobs.run()
     return jobs
 
@@ -274,6 +278,12 @@ def test_in_bfloat16_shards_are_float32_and_what_is_handed_out_is_not(quick: Job
     assert all(weight.dtype == torch.float32 for weight in found.weights().values())
     wanted = quick.found("grpo-1").metrics[0]["train/entropy"]
     assert found.metrics[0]["train/entropy"] == pytest.approx(wanted, rel=0.02)
+
+
+def test_in_bfloat16_the_ratio_stays_exactly_one_where_no_weight_moves(quick: Jobs) -> None:
+    (found,) = quick.found("still").check().metrics
+    assert found["train/ratio_max"] == found["train/ratio_mean"] == 1.0
+    assert found["train/clip_fraction"] == 0.0
 
 
 # Checkpoints

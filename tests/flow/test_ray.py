@@ -289,6 +289,9 @@ def test_without_restarts_a_lost_train_worker_ends_the_run_with_one_clear_error_
     folder = run_ray("killed", "--save-interval", "1", "--load", str(tmp_path / "killed"))
     assert_every_prompt_once(folder)
     assert weights(folder) == weights(local_run)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    run_ray("killed", "--save-interval", "1", "--load", str(tmp_path / "killed"))  # finished: nothing is done
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @long

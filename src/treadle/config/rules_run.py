@@ -11,7 +11,7 @@ from treadle.config.sections import Config
 def folders_have_names(config: Config) -> Iterator[Finding]:
     folders = {"run_dir": config.observe.run_dir, "save": config.checkpoint.save, "load": config.checkpoint.load}
     for name, value in folders.items():
-        if value is not None and not value.strip():
+        if value is not None and (not value.strip() or "\0" in value):
             yield fault(f"{name} = {value!r} names no folder; leave it out, or write . for the current folder")
 
 

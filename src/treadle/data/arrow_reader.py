@@ -75,7 +75,7 @@ def read_parquet(path: Path) -> ArrowReader:
         raise DataError(f"{path} is not a readable parquet file: {first_line(error)}") from error
     if num_rows == 0:
         raise DataError(f"{path} is empty: it has a schema but no rows")
-    datasets.disable_progress_bars()
+    _quiet()
     try:
         found = datasets.load_dataset(
             "parquet", data_files=glob.escape(str(path.resolve())), split="train", trust_remote_code=False
@@ -115,6 +115,14 @@ def read_csv(path: Path) -> ArrowReader:
     return ArrowReader(datasets.Dataset(table), str(path))
 
 
+def _quiet() -> None:
+    """Keep `datasets` from writing bars and errors of its own; what it raises is told in one line."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+
+
 def _check_text(path: Path) -> None:
     """Raise `DataError` if a file is not UTF-8 text; pyarrow reports that in the middle of other errors, or not."""
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -148,7 +156,7 @@ def read_folder(path: Path, split: str | None) -> ArrowReader:
     import datasets
 
     _check_folder(path)
-    datasets.disable_progress_bars()
+    _quiet()
     try:
         saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         if saved:

@@ -85,8 +85,8 @@ def _checked_part(part: Any, what: str) -> dict[str, str]:
 
 
 def content_text(message: Message) -> str:
-    """Return the content of a checked message as one text; parts are joined with nothing between them."""
-    content = message["content"]
+    """Return the content of a message as one text; parts are joined with nothing between them."""
+    content = message.get("content")
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content or ())

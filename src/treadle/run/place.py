@@ -9,9 +9,9 @@ from pathlib import Path
 
 from treadle.config import Config
 from treadle.errors import CheckpointError, ConfigError
+from treadle.folder_lock import FolderLock
 from treadle.observe.progress import Progress
 from treadle.observe.run_folder import RunFolder
-from treadle.run.folder_lock import FolderLock
 from treadle.training.checkpoint import (
     Checkpoint,
     find_checkpoint,
@@ -34,6 +34,11 @@ class Place:
     checkpoint: Checkpoint | None
     resumes: bool = False
     held_run: bool = False
+
+    @property
+    def saves_inside(self) -> bool:
+        """True if checkpoints go into the run folder."""
+        return Path(os.path.realpath(self.checkpoints)).is_relative_to(os.path.realpath(self.folder.path))
 
 
 def save_folder(config: Config, run_folder: Path) -> Path:
@@ -114,7 +119,7 @@ def _checkpoint_of(load: Path, folder: RunFolder, checkpoints: Path, progress: P
     A run folder whose checkpoints go elsewhere stands for those.
     """
     own = (folder.path, folder.checkpoints, checkpoints)
-    if not any(_is_same(load, path) for path in own):
+    if not any(is_same(load, path) for path in own):
         return find_checkpoint(load, progress.warn)
     for path in (load, checkpoints):
         if path.is_dir() and holds_checkpoint(save_folder_of(path)):
@@ -123,5 +128,6 @@ def _checkpoint_of(load: Path, folder: RunFolder, checkpoints: Path, progress: P
     return None
 
 
-def _is_same(a: Path, b: Path) -> bool:
-    return a.resolve() == b.resolve()
+def is_same(a: Path, b: Path) -> bool:
+    """Return True if two paths lead to one place, be it there or not."""
+    return os.path.realpath(a) == os.path.realpath(b)

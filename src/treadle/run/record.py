@@ -10,6 +10,7 @@ from pathlib import Path
 
 from treadle.algorithms.advantages import find_estimator
 from treadle.config import Config
+from treadle.data.messages import content_text
 from treadle.errors import CheckpointError, FailedSamplesError
 from treadle.metrics import Metric, metric, reduce_metrics
 from treadle.observe.progress import Progress
@@ -156,5 +157,5 @@ class Record:
 def _question(prompt: Prompt) -> str:
     """What a person asked: the last message where there are messages, else the text the model saw."""
     if prompt.messages:
-        return str(prompt.messages[-1].get("content", ""))
+        return content_text(prompt.messages[-1])
     return prompt.text

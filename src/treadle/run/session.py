@@ -23,7 +23,7 @@ from treadle.observe.summary import summarize
 from treadle.run import build
 from treadle.run.differences import differences
 from treadle.run.loop import Schedule
-from treadle.run.place import Place
+from treadle.run.place import Place, is_same
 from treadle.run.record import Outputs
 from treadle.run.state import set_random_state
 from treadle.run.vocabulary import check_vocabulary, padding_note
@@ -59,7 +59,7 @@ def open_session(config: Config, progress: Progress, place: Place) -> Session:
     build.check_models(config, model_path)
     codec = load_codec(model_path, config.data.template_kwargs)
     check_vocabulary(config, codec, model_path)
-    note = padding_note(codec, model_path)
+    note = padding_note(config, codec, model_path)
     if note is not None:
         progress.note(note)
     return Session(config, progress, place, checkpoint, model_path, codec, build.longest_prompt(config, model_path))
@@ -100,7 +100,7 @@ def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
         save_interval=None if config.debug.debug_rollout_only else interval,
         max_lag=config.cluster.max_lag,
         can_save=not config.debug.debug_rollout_only,
-        saves_apart=not session.place.checkpoints.resolve().is_relative_to(session.place.folder.path.resolve()),
+        saves_apart=not session.place.saves_inside,
     )
 
 
@@ -126,7 +126,7 @@ def is_finished(session: Session, schedule: Schedule) -> bool:
     goes_back = (
         checkpoint is not None
         and checkpoint.rollout_id < schedule.num_rollout
-        and checkpoint.path.parent.resolve() == place.checkpoints.resolve()
+        and is_same(checkpoint.path.parent, place.checkpoints)
     )
     if not place.resumes or goes_back or done is None or done < schedule.num_rollout:
         return False

@@ -41,10 +41,12 @@ def check_vocabulary(config: Config, codec: Codec, model_path: str, *, fetch_mis
             )
 
 
-def padding_note(codec: Codec, model_path: str) -> str | None:
-    """Return what to say of embeddings that no token of the tokenizer has; None if there are none."""
+def padding_note(config: Config, codec: Codec, model_path: str) -> str | None:
+    """Return what to say of embeddings that belong to no token of the tokenizer; None if there are none."""
     rows = embedding_rows(load_config(model_path))
     unused = len(codec.ids_without_token(rows or 0))
     if not unused:
         return None
-    return f"{unused} of the model's {rows} embeddings belong to no token of its tokenizer; these ids are never sampled"
+    masked = config.rollout.rollout_engine == "torch"
+    fate = "these ids are never sampled" if masked else "a sample in which the server draws one of these ids fails"
+    return f"{unused} of the model's {rows} embeddings belong to no token of its tokenizer; {fate}"

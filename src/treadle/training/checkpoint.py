@@ -182,7 +182,7 @@ def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Checkpoint:
         folder = save_folder_of(path)
         candidates = _candidates(folder, warn)
     except OSError as error:
-        raise CheckpointError(f"can't read {str(path)!r} ({error.strerror}); choose another --load") from error
+        raise CheckpointError(f"can't read {str(path)!r} ({error.strerror}); choose another folder") from error
     for candidate in candidates:
         fault = fault_of(candidate)
         if not fault:
@@ -192,7 +192,7 @@ def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Checkpoint:
         raise CheckpointError(
             f"no sound checkpoint in {str(folder)!r}: all {len(candidates)} are damaged; load another"
         )
-    raise CheckpointError(f"no checkpoint in {str(folder)!r}; choose another --load, or start without it")
+    raise CheckpointError(f"no checkpoint in {str(folder)!r}; give a run folder, a save folder or one checkpoint")
 
 
 def try_save_folder(folder: Path) -> None:
@@ -219,7 +219,7 @@ def go_on_from(checkpoint: Checkpoint, folder: Path) -> None:
 
     Checkpoints of later rollouts stay until they are written again.
     """
-    if checkpoint.path.parent.resolve() != folder.resolve():
+    if os.path.realpath(checkpoint.path.parent) != os.path.realpath(folder):
         return
     _put_back(folder)
     name = f"{PREFIX}{checkpoint.rollout_id:06d}"

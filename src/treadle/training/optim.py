@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.config.sections import OptimSection
+from treadle.errors import CheckpointError
 from treadle.training.parallel import as_parallel, is_split, local_part, part_of
 from treadle.training.ranks import ALONE
 
@@ -167,7 +168,9 @@ class MasterOptimizer:
         """Set AdamW's state from whole tensors, read one by one; parameters without a state there start fresh."""
         by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
-            kind, name = key.split(".", 1)
+            kind, _, name = key.partition(".")
+            if name not in self.params:
+                raise CheckpointError(f"the saved state of AdamW is of {name!r}, a weight that this run does not train")
             part = part_of(value, self.params[name]) if value.ndim else value
             # Fused AdamW wants its count of steps on the device too.
             by_name.setdefault(name, {})[kind] = part.to(self.masters[name].device, copy=True)

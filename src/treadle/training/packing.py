@@ -36,7 +36,9 @@ class PackedBatch:
     temperatures: Float[Tensor, " K"]
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same micro-batch with every tensor on `device`."""
+        """The same micro-batch with every tensor on `device`; itself if they are there already."""
+        if device == self.layout.device:
+            return self
         moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "layout"}
         return replace(self, layout=PackedLayout(self.layout.families, device), **moved)
 

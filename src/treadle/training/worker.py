@@ -113,6 +113,7 @@ class Trainer:
     def score(self, share: RankShare) -> Rollout:
         """The first part of a rollout: split it, and ask the models what the objective needs of its samples."""
         began = time.perf_counter()
+        self._check_ids(share.batch)
         with self._named("scoring a rollout"):
             needs = self.objective.needs
             with_rest = needs.prior_logprobs or needs.prior_entropy
@@ -120,6 +121,16 @@ class Trainer:
             critic_passes = None if self.critic is None else self.critic.plan(share.batch, share.steps)
             rollout = Rollout(share, share.batch, passes, critic_passes, began)
             return replace(rollout, batch=self._score(rollout))
+
+    def _check_ids(self, batch: Batch) -> None:
+        """Raise `ModelError` if a sample has an id that the model has no embedding for, as one of another model may have."""
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        largest = int(batch.token_ids.max()) if len(batch.token_ids) else -1
+        if largest >= rows:
+            raise ModelError(
+                f"a sample has the token id {largest}, but the model has embeddings for {rows} ids only, 0 to {rows - 1}; "
+                "train on samples of a model with the same tokenizer"
+            )
 
     def spread(self, rollout: Rollout) -> Rollout:
         """The second part: advantages, returns and corrections of a scored rollout, which has values where they are needed."""

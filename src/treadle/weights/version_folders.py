@@ -1,7 +1,7 @@
 """A folder of weight versions on disk: each written whole, then renamed; old ones removed.
 
     <folder>/
-        lock                 flocked for the writer's life: one writer, and a crash is known
+        .lock                held for the writer's life: one writer, and a crash is known
         v00000007/           one version
             …                its files
             manifest.json    version, digest, base, and size and xxh3-128 of every file; written last
@@ -11,7 +11,6 @@ What a writer finds from an earlier one is removed when it starts: engines that 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -23,7 +22,8 @@ from typing import Any
 import xxhash
 from safetensors import SafetensorError
 
-from treadle.errors import EngineError
+from treadle.errors import ConfigError, EngineError
+from treadle.folder_lock import FolderLock
 
 MANIFEST = "manifest.json"
 GIB = 2**30
@@ -60,14 +60,12 @@ class VersionWriter:
         self._bases: dict[int, int | None] = {}  # by version
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = FolderLock(folder, lambda _: None)
         except OSError as error:
             raise EngineError(f"{folder} can't be written ({error.strerror}); give another folder") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise EngineError(f"another run writes its weights to {folder}; give each run its own") from error
+        except ConfigError as error:
+            raise EngineError(f"can't write weights: {error}") from error
+        self._is_open = True
         self._remove_versions()
 
     def write(
@@ -124,12 +122,11 @@ class VersionWriter:
 
     def close(self) -> None:
         """Remove every version, and the folder where nothing else is in it."""
-        if self._lock < 0:
+        if not self._is_open:
             return
+        self._is_open = False
         self._remove_versions()
-        (self.folder / "lock").unlink(missing_ok=True)
-        os.close(self._lock)
-        self._lock = -1
+        self._lock.close()
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
 

@@ -217,3 +217,11 @@ def test_a_pattern_that_python_cannot_compile_is_a_fault(pattern, make_config):
     config = make_config(rm_type=("regex",), rm_regex=pattern)
     with pytest.raises(ConfigError, match="no valid pattern"):
         check_config(config)
+
+
+def test_what_only_a_template_uses_is_noted_without_one():
+    given = ["--tools-key", "t", "--continue-final-message", "--chat-template-kwargs", "x=1", "--system-prompt", "s"]
+    (text,) = findings(*given)
+    names = "system_prompt, tools_key, chat_template_kwargs, continue_final_message"
+    assert text.startswith(f"{names} without apply_chat_template reaches only prompts that are lists")
+    assert findings(*given, "--apply-chat-template") == []

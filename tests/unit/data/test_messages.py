@@ -14,6 +14,7 @@ from treadle.config import load_config
 from treadle.config.sections import DataSection, EvalOverride, EvalSection
 from treadle.data import build_eval_sets, build_source
 from treadle.data.dataset import PromptDataset
+from treadle.data.messages import content_text
 from treadle.data.readers import RowsReader, open_reader
 from treadle.data.rendering import PromptFormat, Renderer
 from treadle.errors import ConfigError, DataError
@@ -190,6 +191,12 @@ def test_contents_in_parts_are_texts(codec: Codec, make_codec: Make) -> None:
         "{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endif %}{% endfor %}"
     )
     assert texts(rows, takes, prompt_suffix="!") == ["<system>s<user>ab!"]
+
+
+def test_the_text_of_a_content_is_what_people_see() -> None:
+    assert content_text({"content": "a"}) == "a"
+    assert content_text({"content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}) == "a b"
+    assert content_text({"content": None}) == content_text({}) == ""
 
 
 def test_messages_as_json_text_are_messages_under_the_template(codec: Codec, tmp_path: Path) -> None:

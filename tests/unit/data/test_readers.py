@@ -263,6 +263,18 @@ def test_a_bad_parquet_is_one_clear_line(tmp_path: Path) -> None:
     assert "no.parquet is empty" in refused(tmp_path / "no.parquet")
 
 
+def test_a_parquet_nested_too_deep_is_one_clear_line(tmp_path: Path, capfd: Any) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    value: Any = "x"
+    for _ in range(90):
+        value = {"a": value}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"q": value}]), tmp_path / "deep.parquet")
+    assert "deep.parquet can't be read: " in refused(tmp_path / "deep.parquet")
+    assert capfd.readouterr().err == ""
+
+
 def test_splits_of_folders(tmp_path: Path) -> None:
     import datasets
 

@@ -98,10 +98,12 @@ def test_so_is_another_model_that_is_smaller_than_the_tokenizer(
 
 
 def test_padding_is_told_once_and_is_no_fault(padded: Path, tiny_model_dir: Path) -> None:
-    assert padding_note(load_codec(str(tiny_model_dir)), str(tiny_model_dir)) is None
-    note = padding_note(load_codec(str(padded)), str(padded))
+    whole = settings(tiny_model_dir)
+    assert padding_note(whole, load_codec(str(tiny_model_dir)), str(tiny_model_dir)) is None
+    note = padding_note(settings(padded), load_codec(str(padded)), str(padded))
     assert note is not None
     assert note.startswith("59 of the model's 160 embeddings belong to no token")
+    assert note.endswith("these ids are never sampled")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

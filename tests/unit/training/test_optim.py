@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from treadle.config import OptimSection
+from treadle.errors import CheckpointError
 from treadle.training.optim import MasterOptimizer, learning_rate
 
 SECTION = OptimSection(lr=0.1, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3, clip_grad=0.5)
@@ -224,6 +225,13 @@ def test_state_goes_on_bit_for_bit(dtype):
 def rates(total: int, **fields) -> list[float]:
     section = OptimSection(lr=8.0, **fields)
     return [learning_rate(step, section, total) for step in range(total)]
+
+
+@pytest.mark.parametrize("key", ["exp_avg.other", "exp_avg", ""])
+def test_state_of_another_weight_is_refused(key):
+    optimizer = MasterOptimizer(Small(), SECTION, total_steps=1)
+    with pytest.raises(CheckpointError, match="a weight that this run does not train"):
+        optimizer.load_state_tensors({key: torch.zeros(1)})
 
 
 def test_constant_after_warm_up():

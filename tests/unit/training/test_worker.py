@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, ModelError
 from treadle.metrics import reduce_metrics
 from treadle.training.batch import batch_of
 from treadle.training.checkpoint import find_checkpoint, save_checkpoint
@@ -315,6 +315,17 @@ def test_an_objective_with_kl_needs_a_reference(make_trainer, make_config, tiny_
     config = make_config(**BASE, use_kl_loss=True, kl_loss_coef=0.1)
     with pytest.raises(AssertionError, match="needs a reference model"):
         Trainer(tiny_model, config, batch_arithmetic(config), 1)
+
+
+def test_an_id_beyond_the_embeddings_is_refused_before_anything_is_computed(make_trainer, groups):
+    """As samples have that another model drew."""
+    trainer = make_trainer(**BASE)
+    rows = trainer.model.get_input_embeddings().weight.shape[0]
+    token_ids = groups[0].samples[0].token_ids.copy()
+    token_ids[2] = rows + 7
+    strange = replace(groups[0], samples=(replace(groups[0].samples[0], token_ids=token_ids), *groups[0].samples[1:]))
+    with pytest.raises(ModelError, match=rf"has the token id {rows + 7}, but the model has embeddings for {rows} ids"):
+        trainer.train([strange, *groups[1:]])
 
 
 # Save and resume

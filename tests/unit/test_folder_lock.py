@@ -13,13 +13,13 @@ import time
 import pytest
 
 from treadle.errors import ConfigError
-from treadle.run.folder_lock import FILE, FolderLock
+from treadle.folder_lock import FILE, FolderLock
 
 SECONDS = 30.0
 HOLD = """
 import os, subprocess, sys, time
 from pathlib import Path
-from treadle.run.folder_lock import FolderLock
+from treadle.folder_lock import FolderLock
 
 lock = FolderLock(Path(sys.argv[1]), print)
 if sys.argv[2] == "forks" and os.fork() == 0:
