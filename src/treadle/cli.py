@@ -6,6 +6,8 @@ Everything heavy is imported by the command that needs it, so that help comes at
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -54,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     every exception is raised as it is.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # a reader that went away is noticed here, not while Python shuts down
@@ -65,12 +68,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("treadle: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_BROKEN_PIPE
     except Exception as error:
         if os.environ.get("TREADLE_TRACEBACK") == "1":
             raise
         return _last_resort(error)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started with a closed stdin, stdout or stderr an empty one.
+
+    Otherwise the next file that is opened gets its number, and what any program prints ends up in it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                continue
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to stdout, also by Python at its end, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(text: str) -> None:
@@ -100,6 +122,13 @@ def _last_resort(error: Exception) -> int:
         return EXIT_USER_ERROR
     if isinstance(error, OSError) and error.filename is not None:
         _report(f"error: can't use {str(error.filename)!r}: {error.strerror}")
+        return EXIT_USER_ERROR
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        _report(f"error: the output can't be written: {error.strerror}; free some space or write elsewhere")
         return EXIT_USER_ERROR
     import tempfile
     import traceback

@@ -1,6 +1,7 @@
 """The command line: help, errors, exit codes, and what each command prints."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -187,3 +188,25 @@ def test_words_of_a_file_in_a_message_do_not_act_on_the_terminal(monkeypatch, ca
     code, _, err = run("plan", capsys=capsys)
     assert code == 2
     assert err == "treadle: error: 2 faults:\n  ␛[31mred␍\n  a␇⏎b \\u202ec\n"
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "said"),
+    [
+        ("config >&-", 0, ""),
+        ("--help >&-", 0, ""),
+        ("--version <&- >&- 2>&-", 0, ""),
+        ("train --help >&-", 0, ""),
+        ("nonsense >&- 2>&-", 2, ""),
+        ("config >/dev/full", 2, "treadle: error: the output can't be written: No space left on device; free"),
+    ],
+)
+def test_a_closed_or_full_output_is_no_traceback(redirected, code, said):
+    program = [sys.executable, "-c", "import sys; from treadle.cli import main; sys.exit(main())"]
+    words = " ".join(map(shlex.quote, program))
+    done = subprocess.run(
+        ["bash", "-c", f"{words} {redirected}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == bool(said)
