@@ -238,6 +238,7 @@ def test_an_async_reward_that_blocks_the_loop_costs_itself_only(score, path, wor
     assert [s.reward for s in samples] == [1.0, None, 1.0, 1.0]
 
 
+@pytest.mark.long
 def test_an_async_reward_that_blocks_for_a_while_gets_its_value_and_delays_no_other(path, sample):
     async def run():
         async with build_scorer(RewardSection(custom_rm_path=path("async_misbehaves"))) as scorer:
@@ -258,7 +259,11 @@ def test_the_time_of_an_async_call_does_not_count_while_others_keep_the_loop(sco
 
 @pytest.mark.parametrize(
     ("word", "text"),
-    [("_exit", "(exit code 0)"), ("segfault", "(killed by SIGSEGV)"), ("leaves a task", "(exit code 3)")],
+    [
+        ("_exit", "(exit code 0)"),
+        pytest.param("segfault", "(killed by SIGSEGV)", marks=pytest.mark.long),
+        pytest.param("leaves a task", "(exit code 3)", marks=pytest.mark.long),
+    ],
 )
 def test_an_async_reward_that_ends_its_process_costs_itself_only(score, path, word, text):
     words = ["wait", word, "wait", "ok", word]
