@@ -155,6 +155,17 @@ def _import_module(kind: str, name: str, location: str) -> ModuleType:
         return importlib.import_module(location)
 
 
+def check_name(kind: str, name: str, registry: Mapping[str, T]) -> None:
+    """Raise `ConfigError`, as `resolve` does, if a value is neither a key of `registry` nor a path; imports nothing."""
+    location, colon, path = name.rpartition(":")
+    if name not in registry and not (colon and location and path):
+        known = f" (known: {', '.join(sorted(registry))})" if registry else ""
+        raise ConfigError(
+            f"unknown {kind} {name!r}{suggestion(name, registry)}{known}; "
+            "your own is package.module:object or file.py:object"
+        )
+
+
 def resolve(kind: str, name: str, registry: Mapping[str, T]) -> T:
     """The object a config value names: a key of `registry`, `package.module:object` or `file.py:object`.
 
@@ -163,13 +174,8 @@ def resolve(kind: str, name: str, registry: Mapping[str, T]) -> T:
     """
     if name in registry:
         return registry[name]
-    location, colon, path = name.rpartition(":")
-    if not colon or not location or not path:
-        known = f" (known: {', '.join(sorted(registry))})" if registry else ""
-        raise ConfigError(
-            f"unknown {kind} {name!r}{suggestion(name, registry)}{known}; "
-            "your own is package.module:object or file.py:object"
-        )
+    check_name(kind, name, registry)
+    location, _, path = name.rpartition(":")
     module = _import_file(kind, name, location) if location.endswith(".py") else _import_module(kind, name, location)
     found: Any = module
     for part in path.split("."):

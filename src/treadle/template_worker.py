@@ -33,7 +33,8 @@ def main() -> None:
     make_environment()  # imports jinja2 before memory is bounded
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, inside C code as well
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    most_bytes = _address_space() + MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, most_seconds)
     lines = connection.makefile("rb")
@@ -51,6 +52,12 @@ def main() -> None:
         except Exception as error:  # templates raise what they like
             answer = {"fault": str(error) or type(error).__name__}
         connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _address_space() -> int:
+    """Bytes that the interpreter has mapped; allocators may reserve much more than they use."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _joined(pieces: Any, limit: int) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +48,50 @@ def test_an_evaluation_of_failed_samples_is_an_error(toy_flags: list[str], tmp_p
     flags = [*toy_flags, "--custom-rm-path", f"{tmp_path}/fails.py:reward", "--eval-prompt-data", f"toy={data}"]
     with pytest.raises(FailedSamplesError, match="evaluation of toy: 10 of 10 samples failed"):
         evaluate(load_config(None, [*flags, "--run-dir", str(tmp_path / "run")]), "toy")
+
+
+SLOW = """
+import asyncio, subprocess, time
+
+subprocess.run("setsid sleep 300 & setsid sh -c 'sleep 300; true' &", shell=True)
+
+
+async def reply(prompt, turns):
+    return [{"role": "user", "content": "go on"}]
+
+
+async def waits(sample):
+    await asyncio.sleep(300)
+
+
+def sleeps(sample):
+    time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a subreaper is Linux's")
+def test_nothing_that_users_code_started_outlives_a_run(
+    toy_flags: list[str], tmp_path: Path, start_program: Callable
+) -> None:
+    """The environment's and both rewards' processes, and what they have put into sessions of their own."""
+    import psutil
+
+    def below() -> list[psutil.Process]:
+        return psutil.Process(program.pid).children(recursive=True)
+
+    (tmp_path / "slow.py").write_text(SLOW)
+    names = [f"{tmp_path}/slow.py:{name}" for name in ("reply", "waits", "sleeps")]
+    flags = ["--custom-env-path", names[0], "--rm-type", names[1], "--custom-rm-path", names[2]]
+    program = start_program("train", *toy_flags, *flags, "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
+    deadline = time.monotonic() + 60
+    while sum("sleep" in process.name() for process in below()) < 6:  # two for each of three workers
+        assert time.monotonic() < deadline, program.output
+        time.sleep(0.05)
+    found = below()
+    program.signal(signal.SIGKILL)
+    program.wait(60)
+    _, alive = psutil.wait_procs(found, timeout=20)
+    assert not alive
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def head_of(model: PreTrainedModel) -> Head:
     layer = model.get_output_embeddings()
     if layer is None:
         raise ModelError(f"{type(model).__name__} has no output embeddings; Treadle trains causal language models")
-    config = model.config
+    config = model.config.get_text_config()
     scale = 1.0
     if hasattr(config, "logits_scaling"):  # Granite divides
         scale = 1.0 / config.logits_scaling

@@ -38,6 +38,8 @@ _RULES: tuple[_Rule, ...] = tuple(
         (r"^(n|num_expert)_group$|num_experts_per_tok|moe_(k|topk)|top_k_experts", 2),
         (r"expert", EXPERTS),
         (r"mamba.*heads$", 2 * HEADS),
+        (r"mamba_d_ssm$", 2 * HEADS * HEAD_SIZE),
+        (r"mamba_d_head$", HEAD_SIZE),
         (r"mamba.*d_state|state_size$", HEAD_SIZE),
         (r"vocab", VOCABULARY),
         (r"layers_per|first_k|offset|interval|period|dense_layers|kv_shared|_step$|pattern", 2),
@@ -128,6 +130,8 @@ def _shrunk(name: str, value: Any, large: PretrainedConfig) -> Any:
     if re.search(r"(key_value|kv).*heads$", name):
         heads = getattr(large, "num_attention_heads", None)
         return 1 if value == 1 else HEADS if value == heads else HEADS // 2
+    if name == "attention_hidden_size":  # a multiple of the model's width
+        return HEADS * HEAD_SIZE * value // large.hidden_size
     for pattern, size in _RULES:
         if pattern.search(name):
             return size if size in _FIXED and value > 2 else min(value, size)

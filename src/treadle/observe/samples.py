@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle.errors import DataError
+from treadle.errors import DataError, TreadleError
 from treadle.observe.atomic_file import write_atomically
 from treadle.types import Group, Sample, prompt_from_json, prompt_to_json, sample_from_json, sample_to_json
 from treadle.visible_text import harmless_json
@@ -33,14 +33,28 @@ def rollout_file(folder: Path, rollout_id: int) -> Path:
 
 def rollout_ids(folder: Path) -> list[int]:
     """Ids of the rollouts a folder holds, smallest first; none where there is no folder."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(match[1]) for entry in folder.iterdir() if (match := _FILE_NAME.fullmatch(entry.name)))
+    try:
+        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    except OSError as error:
+        raise DataError(f"{folder} can't be read ({error.strerror}); give another folder") from error
+    return sorted(int(match[1]) for name in names if (match := _FILE_NAME.fullmatch(name)))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder of rollouts and check that it can be written; raises `TreadleError` if the disk refuses."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TreadleError(f"{folder} can't be written ({error.strerror}); give another folder") from error
+    probe = folder / ".write-check"
+    write_atomically(probe, [b"1"])
+    probe.unlink()
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
     """Write groups to one file, whole or not at all; makes the folder. Raises `TreadleError` where the disk refuses."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        make_folder(path.parent)
     write_atomically(path, (_encode(row) for group in groups for row in _rows(group)))
 
 
@@ -49,11 +63,14 @@ def read_groups(path: Path) -> list[Group]:
 
     Raises `DataError` that names the file, and the line where one is malformed.
     """
-    if not path.is_file():
-        raise DataError(f"no saved rollout {path}; write it with --save-debug-rollout-data")
     groups: list[Group] = []
-    with open(path, "rb") as file:
-        lines = list(file)
+    try:
+        with open(path, "rb") as file:
+            lines = list(file)
+    except FileNotFoundError as error:
+        raise DataError(f"no saved rollout {path}; write it with --save-debug-rollout-data") from error
+    except OSError as error:
+        raise DataError(f"saved rollout {path} can't be read ({error.strerror})") from error
     at = 0
     while at < len(lines):
         group, at = _read_group(path, lines, at)

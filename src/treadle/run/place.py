@@ -12,6 +12,7 @@ from treadle.errors import CheckpointError, ConfigError
 from treadle.folder_lock import FolderLock
 from treadle.observe.progress import Progress
 from treadle.observe.run_folder import RunFolder
+from treadle.observe.samples import make_folder
 from treadle.training.checkpoint import (
     Checkpoint,
     find_checkpoint,
@@ -70,6 +71,8 @@ def claim_place(config: Config, name: str, progress: Progress, stack: ExitStack)
     folder.open(resumes=load is not None)
     if saves_apart or (checkpoints.exists() and not config.debug.debug_rollout_only):
         try_save_folder(checkpoints)
+    if config.debug.save_debug_rollout_data is not None:
+        make_folder(Path(config.debug.save_debug_rollout_data))
     return Place(folder, checkpoints, checkpoint, resumes=load is not None, held_run=held_run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def saved_rollout(config: Config, rollout_id: int) -> Collection:
     folder = config.debug.load_debug_rollout_data
     assert folder is not None
     path = rollout_file(Path(folder), rollout_id)
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise DataError(f"--load-debug-rollout-data has no {path}; lower --num-rollout to what was saved")
     groups = read_groups(path)
     found, wanted = sum(len(g.samples) for g in groups), batch_arithmetic(config).samples_per_rollout

@@ -22,6 +22,7 @@ SOUND = {
     "one key head": transformers.GPTBigCodeConfig(),
     "mixture of attention": transformers.JetMoeConfig(),
     "a composite config": transformers.Gemma3Config(),
+    "a soft cap in the text part": transformers.Gemma4Config(text_config={"final_logit_softcapping": 1.0}),
     "layers with other heads": transformers.Gemma4TextConfig(),
     "jitter": transformers.MixtralConfig(router_jitter_noise=0.3),
 }

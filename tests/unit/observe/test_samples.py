@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treadle.errors import DataError
+from treadle.errors import DataError, TreadleError
 from treadle.observe.samples import read_groups, rollout_file, rollout_ids, write_groups
 from treadle.types import NO_VERSION, Group, Prompt, Sample, Status
 
@@ -240,3 +240,29 @@ def test_the_rollouts_of_a_folder_are_found_in_order(tmp_path: Path) -> None:
     assert rollout_ids(tmp_path / "s") == [3, 12, 1_000_000]
     assert rollout_ids(tmp_path / "none") == []
     assert read_groups(rollout_file(tmp_path / "s", 3)) == []
+
+
+def test_rollouts_that_can_not_be_read_or_written_are_one_line(tmp_path, as_nobody):
+    (tmp_path / "rollout_000001.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"rollout_000001\.jsonl can't be read \(Is a directory\)"):
+        read_groups(tmp_path / "rollout_000001.jsonl")
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "saved"):
+        with pytest.raises(TreadleError, match="can't be written"):
+            write_groups(folder / "rollout_000001.jsonl", [])
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden").chmod(0)
+
+    def act():
+        said = []
+        for call in (lambda: rollout_ids(tmp_path / "hidden"), lambda: read_groups(tmp_path / "hidden" / "a")):
+            try:
+                said.append(f"nothing was said: {call()}")
+            except DataError as error:
+                said.append(str(error))
+        return "\n".join(said)
+
+    lines = as_nobody(act).splitlines()
+    (tmp_path / "hidden").chmod(0o700)
+    assert len(lines) == 2
+    assert all("can't be read (Permission denied)" in line for line in lines)

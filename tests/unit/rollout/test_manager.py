@@ -210,6 +210,8 @@ def test_samples_are_scored_while_others_are_generated(open_manager, rewards, ti
 
     async def main():
         async with open_manager(rewards("length")) as (manager, scorer):
+            await manager.collect(make_job(make_prompts(1), new=1), scorer)  # starts the reward's process
+            at.clear()
             job = make_job(make_prompts(8), n=4, new=200, stops=(10, 11, 12, 13))
             return await manager.collect(job, scorer, lambda done, total: at.append(passes))
 
@@ -283,6 +285,9 @@ def test_a_deadline_in_scoring_counts_what_is_done(open_manager, rewards):
     async def main():
         async with open_manager(rewards("picky"), timeout_seconds=1.0) as (manager, scorer):
             prompts = [replace(p, label=label) for p, label in zip(make_prompts(2), ("hang", ""), strict=True)]
+            manager.timeout_seconds = 60.0
+            await manager.collect(make_job(prompts[1:]), scorer)  # starts the reward's process
+            manager.timeout_seconds = 1.0
             with pytest.raises(DeadlineError, match="waited 1 s for 6 samples and 3 are missing"):
                 await manager.collect(make_job(prompts, n=3), scorer)
 

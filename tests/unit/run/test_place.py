@@ -129,6 +129,13 @@ def test_no_run_and_no_checkpoint_is_a_mistake(claim, tmp_path):
             claim(**folders)
 
 
+def test_a_folder_for_saved_rollouts_is_tried(claim, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for folder in ("file", "file/saved", "/proc/saved"):
+        with pytest.raises(TreadleError, match="can't be written"):
+            claim(run_dir=f"run-{folder.replace('/', '-')}", debug_rollout_only=True, save_debug_rollout_data=folder)
+
+
 def test_damaged_checkpoints_are_not_started_over(claim, tmp_path):
     folder = ran(tmp_path / "run")
     (folder.checkpoints / "rollout_000002" / "state.json").unlink()

@@ -66,23 +66,17 @@ class _FunctionEnvironment:
         return await self._function(prompt, turns)
 
 
-def find_environment(path: str) -> Any:
-    """Return what is at `file.py:object` or `package.module:object`: an object with `reply`, a class, or a function.
+def load_environment(path: str) -> Environment:
+    """Import the environment at a path, an object with `reply`, a class of such or a function, and make it.
 
     Raises:
-        ConfigError: if it is none of these or `reply` is not `async`.
+        ConfigError: if it is none of these, `reply` is not `async`, or it can't be made.
     """
     found: Any = resolve("environment", path, {})
-    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "reply", None)):
-        return found
-    raise ConfigError(f"environment {path!r} has no `async def reply(prompt, turns)`")
-
-
-def load_environment(path: str) -> Environment:
-    """Import the environment at a path and make it; raises `ConfigError` if it can't be made."""
-    found = find_environment(path)
     if inspect.iscoroutinefunction(found):
         return _FunctionEnvironment(found)
+    if not inspect.iscoroutinefunction(getattr(found, "reply", None)):
+        raise ConfigError(f"environment {path!r} has no `async def reply(prompt, turns)`")
     if not inspect.isclass(found):
         return cast(Environment, found)
     with user_code(lambda what: ConfigError(f"environment {path!r} can't be made: it {what}")):

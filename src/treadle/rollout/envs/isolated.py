@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treadle.errors import ConfigError
-from treadle.rollout.envs.base import Reply, find_environment
+from treadle.registry import check_name
+from treadle.rollout.envs.base import Reply
 from treadle.rollout.envs.serving import LOADER
-from treadle.rollout.isolation.fault import CallFault
+from treadle.rollout.isolation.fault import CallFault, StartFault
 from treadle.rollout.isolation.plain_json import plain_json
 from treadle.rollout.isolation.pool import Work, WorkerPool
 from treadle.types import Prompt, prompt_to_json
@@ -31,12 +32,14 @@ class IsolatedEnvironment:
         Raises:
             ConfigError: if the environment can't be imported or made, or has no `async def reply`.
         """
-        find_environment(path)  # names the mistake without a worker
+        check_name("environment", path, {})
         environment = cls(path, timeout_seconds)
         try:
             await asyncio.wrap_future(environment._pool.submit(0, {}))
         except BaseException as error:
             await environment.close()
+            if isinstance(error, StartFault) and error.error is not None:
+                raise error.error from error
             if isinstance(error, CallFault):
                 raise ConfigError(f"environment {path!r}: {error}") from error
             raise

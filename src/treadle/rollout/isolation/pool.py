@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.rollout.isolation.fault import CallFault
+from treadle.rollout.isolation.fault import CallFault, StartFault
 from treadle.rollout.isolation.process import WorkerProcess
 
 _START_SECONDS = 120.0
@@ -117,6 +117,8 @@ class WorkerPool:
         self._post("close", None)
         if self._thread is not None:
             self._thread.join(2 * _END_SECONDS)
+        if self._bell is not None:
+            self._bell.close()
 
     def process_ids(self) -> list[int]:
         """Process ids of the workers' supervisors that run now."""
@@ -261,7 +263,7 @@ class WorkerPool:
         elif "blocked" in message:
             self._isolate(worker, message["blocked"])
         elif "call" not in message:  # it could not load what it was to run
-            self._end(worker, f"its worker process could not be started: {message['fault']}")
+            self._end(worker, StartFault(message["fault"], message["kind"]))
         elif message["call"] in worker.calls:
             call = worker.calls.pop(message["call"])
             if call.number == worker.blocked_by:
@@ -328,7 +330,7 @@ class WorkerPool:
         else:
             self._end(worker, f"its worker process died while it started ({text})")
 
-    def _end(self, worker: _Worker, reason: str) -> None:
+    def _end(self, worker: _Worker, reason: str | CallFault) -> None:
         """Kill a worker and fail the calls it still has."""
         if worker.dies_by is None:
             self._selector.unregister(worker.process.connection)
@@ -351,6 +353,6 @@ class WorkerPool:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
 
-def _fail(call: _Call, reason: str) -> None:
+def _fail(call: _Call, reason: str | CallFault) -> None:
     if call.future.set_running_or_notify_cancel():
-        call.future.set_exception(CallFault(reason))
+        call.future.set_exception(CallFault(reason) if isinstance(reason, str) else reason)

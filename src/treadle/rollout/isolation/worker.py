@@ -42,7 +42,7 @@ def serve(descriptor: int) -> None:
         handlers: list[Handler] = [load(spec) for spec in order["specs"]]
     except BaseException as error:  # user modules run here
         reason = str(error) if isinstance(error, TreadleError) else describe_error(error)
-        connection.sendall(encode_frame({"fault": reason}))
+        connection.sendall(encode_frame({"fault": reason, "kind": type(error).__name__}))
         return
     connection.sendall(encode_frame({"ready": True}))
     if order["concurrent"]:

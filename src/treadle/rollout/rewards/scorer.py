@@ -21,13 +21,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from treadle.errors import RewardError
+from treadle.registry import check_name
 from treadle.rollout.isolation.fault import CallFault
 from treadle.rollout.isolation.pool import Work, WorkerPool
 from treadle.rollout.rewards.builtin import BUILTIN_REWARDS, RewardSettings
 from treadle.rollout.rewards.catalog import RewardSpec, load_reward, make_specs
 from treadle.rollout.rewards.forms import Form, RewardFault, RewardFunction, evaluate
 from treadle.rollout.rewards.inputs import RewardInput, RewardScore, prompt_view, sample_view
-from treadle.rollout.rewards.serving import LOADER, request_of, scores_of
+from treadle.rollout.rewards.serving import LOADER, describe_reward, request_of, scores_of
 from treadle.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class PlacedReward:
     """One reward of the sum: its weight, its form, and where it runs.
 
     `place` is `inline` (here), `worker` (another process, one call at a time) or `loop` (another process with an event
-    loop for all calls). There it is loaded again.
+    loop for all calls). Only an inline reward is loaded here and has its `function`.
     """
 
     spec: RewardSpec
@@ -52,7 +53,7 @@ class PlacedReward:
 
 
 def build_scorer(reward: RewardSection, *, group_wait_seconds: float = 3600.0, required: bool = True) -> RewardScorer:
-    """Build the scorer of a `[reward]` section; your own rewards are imported here to see their form.
+    """Build the scorer of a `[reward]` section; a worker process imports your own rewards to see their form.
 
     `group_wait_seconds` bounds how long a TRL-style reward waits for the rest of a group. Where no reward is
     `required` and none is given, every sample's is 0. Raises `RewardError` or
@@ -85,12 +86,13 @@ def _check_pattern(pattern: str | None) -> None:
 
 
 def _place(spec: RewardSpec, weight: float) -> PlacedReward:
-    if spec.builtin is not None and not spec.builtin.inline:
-        return PlacedReward(spec, weight, "sample", "worker", None)
-    function = load_reward(spec)
+    if spec.builtin is not None and spec.builtin.inline:
+        return PlacedReward(spec, weight, "sample", "inline", load_reward(spec))
     if spec.builtin is not None:
-        return PlacedReward(spec, weight, "sample", "inline", function)
-    return PlacedReward(spec, weight, function.form, "loop" if function.is_async else "worker", function)
+        return PlacedReward(spec, weight, "sample", "worker", None)
+    check_name("reward", spec.target, BUILTIN_REWARDS)
+    form, is_async = describe_reward(spec.name, spec.target)
+    return PlacedReward(spec, weight, form, "loop" if is_async else "worker", None)
 
 
 class RewardScorer:

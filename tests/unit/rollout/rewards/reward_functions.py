@@ -16,6 +16,10 @@ def length(sample):
     return len(sample.response)
 
 
+def huge(sample):
+    return 1e300
+
+
 def parts(sample):
     return {"a": 1, "b/c": 0.5}
 
@@ -99,6 +103,27 @@ def detaches_a_child(sample):
     child = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=True)
     Path(sample.columns["file"]).write_text(child.stdout)
     return misbehaves(sample)
+
+
+def meets(sample):
+    """Returns once four samples are here, each in a worker of its own."""
+    folder = Path(sample.columns["folder"])
+    (folder / sample.response).touch()
+    while len(list(folder.iterdir())) < 4:
+        time.sleep(0.01)
+    return 1.0
+
+
+_num_here = 0
+
+
+async def async_meets(sample):
+    """Returns once fifty samples are here."""
+    global _num_here
+    _num_here += 1
+    while _num_here < 50:
+        await asyncio.sleep(0.01)
+    return len(sample.response)
 
 
 async def async_length(sample):

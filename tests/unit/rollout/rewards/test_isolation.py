@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from treadle.config.sections import RewardSection
+from treadle.errors import TreadleError
 from treadle.rollout.rewards import build_scorer
 from treadle.types import Prompt, Status
 
@@ -60,12 +61,10 @@ def test_time_in_the_queue_does_not_count(score, path):
     assert [s.reward for s in samples] == [1.0] * 4, "1.2 s in all, each 0.3 s"
 
 
-def test_workers_run_side_by_side(score, path):
-    settings = {"custom_rm_path": path("misbehaves"), "rm_num_workers": 4, "rm_timeout_seconds": 2.0}
-    start = time.monotonic()
-    samples = score(settings, ["hang"] * 4)
-    assert {s.failure for s in samples} == {"reward misbehaves: timed out after 2 s"}
-    assert time.monotonic() - start < 7.0, "one after the other they take 8 s"
+def test_workers_run_side_by_side(score, path, tmp_path):
+    settings = {"custom_rm_path": path("meets"), "rm_num_workers": 4, "rm_timeout_seconds": 60.0}
+    samples = score(settings, list("abcd"), columns={"folder": str(tmp_path)})
+    assert [s.reward for s in samples] == [1.0] * 4
 
 
 def test_no_process_starts_before_it_is_needed_and_none_stays(path, sample):
@@ -100,7 +99,7 @@ def test_closing_does_not_wait_for_a_reward_that_hangs(path, sample):
 
     start = time.monotonic()
     samples = asyncio.run(run())
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 30, "it hangs for 60 s"
     assert [s.status for s in samples] == [Status.FAILED, Status.FAILED]
 
 
@@ -152,6 +151,7 @@ def test_workers_never_outlive_the_parent(path, word, tmp_path):
 import asyncio
 import numpy as np
 from treadle.config.sections import RewardSection
+from treadle.errors import TreadleError
 from treadle.rollout.rewards import build_scorer
 from treadle.types import Prompt, Sample, Status
 
@@ -181,21 +181,37 @@ asyncio.run(main())
     wait_until(lambda: not any(map(is_running, pids)))
 
 
-def test_a_module_that_only_fails_in_a_worker_fails_the_samples(score, tmp_path):
-    file = tmp_path / "fails_there.py"
+def test_a_module_that_can_not_be_imported_again_fails_the_samples(score, tmp_path):
+    file = tmp_path / "fails_later.py"
     file.write_text(
-        "import sys\nassert 'pytest' in sys.modules, 'not in a worker'\ndef reward(sample):\n    return 1.0\n"
+        "from pathlib import Path\nmark = Path(__file__).with_suffix('.mark')\n"
+        "assert not mark.exists(), 'the second time'\nmark.touch()\ndef reward(sample):\n    return 1.0\n"
     )
     (sample,) = score({"custom_rm_path": f"{file}:reward"}, ["x"])
     assert "reward reward: its worker process could not be started: reward " in sample.failure
-    assert "not in a worker" in sample.failure
+    assert "the second time" in sample.failure
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("os.kill(os.getpid(), 11)", "its worker process died while it started (killed by SIGSEGV)"),
+        ("os._exit(0)", "can't be imported: it called os._exit(0) (ends.py:1)"),
+        ("import ctypes; ctypes.CDLL(None)._exit(0)", "its worker process died while it started (exit code 0)"),
+    ],
+)
+def test_a_module_that_ends_its_process_is_named_and_the_run_never_imports_it(tmp_path, line, text):
+    file = tmp_path / "ends.py"
+    file.write_text(f"import os; {line}\n")
+    with pytest.raises(TreadleError) as caught:
+        build_scorer(RewardSection(custom_rm_path=f"{file}:reward"))
+    assert f"reward '{file}:reward': " in str(caught.value)
+    assert text in str(caught.value)
 
 
 def test_async_rewards_run_at_once(score, path):
-    start = time.monotonic()
-    samples = score({"custom_rm_path": path("async_length")}, ["a" * n for n in range(50)])
+    samples = score({"custom_rm_path": path("async_meets"), "rm_timeout_seconds": 60.0}, ["a" * n for n in range(50)])
     assert [s.reward for s in samples] == [float(n) for n in range(50)]
-    assert time.monotonic() - start < 5, "50 times 0.2 s one after the other is 10 s"
 
 
 def test_async_rewards_that_go_wrong(score, path):
@@ -222,6 +238,7 @@ def test_an_async_reward_that_blocks_the_loop_costs_itself_only(score, path, wor
     assert [s.reward for s in samples] == [1.0, None, 1.0, 1.0]
 
 
+@pytest.mark.long
 def test_an_async_reward_that_blocks_for_a_while_gets_its_value_and_delays_no_other(path, sample):
     async def run():
         async with build_scorer(RewardSection(custom_rm_path=path("async_misbehaves"))) as scorer:
@@ -242,7 +259,11 @@ def test_the_time_of_an_async_call_does_not_count_while_others_keep_the_loop(sco
 
 @pytest.mark.parametrize(
     ("word", "text"),
-    [("_exit", "(exit code 0)"), ("segfault", "(killed by SIGSEGV)"), ("leaves a task", "(exit code 3)")],
+    [
+        ("_exit", "(exit code 0)"),
+        pytest.param("segfault", "(killed by SIGSEGV)", marks=pytest.mark.long),
+        pytest.param("leaves a task", "(exit code 3)", marks=pytest.mark.long),
+    ],
 )
 def test_an_async_reward_that_ends_its_process_costs_itself_only(score, path, word, text):
     words = ["wait", word, "wait", "ok", word]

@@ -178,7 +178,7 @@ def test_failures_of_several_rewards_are_all_named_and_counted(path, sample):
 
 
 def test_a_sum_that_is_not_finite_fails(score, path):
-    settings = {"rm_type": (path("length"), path("scored")), "rm_weights": (1e308, 1e308)}
+    settings = {"rm_type": (path("length"), path("huge")), "rm_weights": (1.0, 3e38)}
     assert score(settings, ["aaa"])[0].failure == "the weighted sum of the rewards is inf"
 
 
