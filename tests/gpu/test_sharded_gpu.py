@@ -26,7 +26,7 @@ def join() -> Iterator[Callable[..., Grid]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        join_ranks(0, 1, port=port, device=DEVICE, timeout_seconds=60)
+        join_ranks(0, 1, at=port, device=DEVICE, timeout_seconds=60)
         return build_grid(ParallelSpec(**fields), DEVICE)
 
     yield make

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +33,12 @@ SIGNS = {"signs of life": 1}
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a group meet: an address of the first one, as the others reach it."""
+    """Where the ranks of a group meet: an address of the first one, as the others reach it, and a file or a port there."""
 
     rank: int
     size: int
     address: str
-    port: int
+    at: Path | int
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,18 @@ class RankActor:
         enter_worker(setup)
         self._setup, self._config = setup, setup.config
         self._notes = Notes()
+        self._meeting_folder: Path | None = None
         self._peak_memory = PeakMemory()
         seed_everything(setup.config.train.seed)
 
-    def free_port(self, address: str) -> int:
-        """A port of this machine that nobody listens on."""
+    def meeting_point(self, address: str, *, on_one_node: bool) -> Path | int:
+        """Return where the ranks can find each other.
+
+        On one node that is a file in a new folder of this user alone; else a port that nobody listens on.
+        """
+        if on_one_node:
+            self._meeting_folder = Path(tempfile.mkdtemp(prefix="treadle-ranks-"))
+            return self._meeting_folder / "store"
         with socket.socket() as probe:
             probe.bind((address, 0))
             return int(probe.getsockname()[1])
@@ -68,14 +77,16 @@ class RankActor:
 
     def close(self) -> None:
         leave_ranks()
+        if self._meeting_folder is not None:
+            shutil.rmtree(self._meeting_folder, ignore_errors=True)
 
     def _meet(self, meeting: Meeting) -> Grid:
         spec = ParallelSpec.of(self._config, meeting.size)
         device = pick_device(self._config.model.device)
         if spec.num_ranks > 1:
-            seconds, port = spec.timeout_seconds, meeting.port
+            seconds, at = spec.timeout_seconds, meeting.at
             join_ranks(
-                meeting.rank, spec.num_ranks, port=port, device=device, timeout_seconds=seconds, address=meeting.address
+                meeting.rank, spec.num_ranks, at=at, device=device, timeout_seconds=seconds, address=meeting.address
             )
         return build_grid(spec, device)
 
@@ -137,12 +148,13 @@ class RankGroup:
         """Have all ranks meet, load their models and go to where the checkpoint was taken."""
         seconds = self.config.cluster.worker_start_timeout_seconds
         address = self.bundles[0].node_ip
-        call = Call(f"{self.name}: the first one to start", self.actors[0].free_port.remote(address))
-        (port,) = await all_of([call], seconds)
+        on_one_node = len({bundle.node_ip for bundle in self.bundles}) == 1
+        point = self.actors[0].meeting_point.remote(address, on_one_node=on_one_node)
+        (at,) = await all_of([Call(f"{self.name}: the first one to start", point)], seconds)
         path = None if checkpoint is None else str(checkpoint.path)
         size = len(self.actors)
         refs = [
-            actor.build.remote(Meeting(rank, size, address, port), num_rollout, path)
+            actor.build.remote(Meeting(rank, size, address, at), num_rollout, path)
             for rank, actor in enumerate(self.actors)
         ]
         self._data_ranks = await all_of(self.calls("the start", refs), seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 from treadle.chat import Codec
 from treadle.config import Config
-from treadle.errors import EngineError, EngineLostError
-from treadle.models.context import context_length
+from treadle.config.engine import EngineValue
+from treadle.errors import ConfigError, EngineError, EngineLostError
+from treadle.models.context import context_length, context_note
 from treadle.models.load import compute_dtype, load_config, name_of, pick_device
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.pool import PUBLISH_TRIES, EnginePool, PoolLimits
@@ -100,12 +101,38 @@ def transport_name(config: Config, asked: str) -> str:
     return asked
 
 
-def _limits(config: Config, place: ServerPlace, kind: _Kind) -> ServerLimits:
-    given = config.engine.arguments(config.rollout.rollout_engine)
+def arguments_for(config: Config, model_path: str) -> dict[str, EngineValue]:
+    """Return the server's own arguments: the user's, and the context of a model whose positions switch with the length.
+
+    A server that is open to longer samples uses the factors of long ones for all samples; the trainer those of short ones.
+
+    Raises:
+        ConfigError: if the user's context is past the switch.
+    """
+    engine = config.rollout.rollout_engine
+    given, kind, hf_config = config.engine.arguments(engine), KINDS[engine], load_config(model_path)
+    note, context, length = context_note(hf_config), context_length(hf_config), _length(given, kind)
+    if not note:
+        return given
+    if length is None:
+        return {**given, kind.length_argument: str(context)}
+    if length > context:
+        name = f"--{engine}-{kind.length_argument.replace('_', '-')}"
+        raise ConfigError(f"{name} {length} is past the model's context of {context}{note}; leave it out")
+    return given
+
+
+def _length(given: Mapping[str, EngineValue], kind: _Kind) -> int | None:
+    """Return the context that arguments of a server set, if they do."""
     length = given.get(kind.length_argument, given.get(kind.length_argument.replace("_", "-")))
+    return int(length) if isinstance(length, str | int) else None
+
+
+def _limits(config: Config, place: ServerPlace, kind: _Kind) -> ServerLimits:
+    length = _length(arguments_for(config, place.model_path), kind)
     on_device = pick_device(config.model.device).type != "cpu"
     return ServerLimits(
-        max_length=int(length) if isinstance(length, str | int) else context_length(load_config(place.model_path)),
+        max_length=context_length(load_config(place.model_path)) if length is None else length,
         answer_seconds=config.cluster.health_check_timeout_seconds,
         weights_seconds=config.cluster.train_timeout_seconds,
         sleeps=on_device and not config.engine.rollout_external_engine_addrs,
@@ -126,7 +153,7 @@ def _launch(config: Config, place: ServerPlace, index: int) -> ServerLaunch:
         seed=rollout.rollout_seed + index,
         threads=cluster.num_cpus_per_worker if is_ray else None,
         gpus=cluster.rollout_num_gpus_per_engine if is_ray else 1,
-        arguments=config.engine.arguments(config.rollout.rollout_engine),
+        arguments=arguments_for(config, place.model_path),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -71,11 +72,17 @@ ALONE = Ranks()
 
 
 def join_ranks(
-    rank: int, size: int, *, port: int, device: torch.device, timeout_seconds: float, address: str = LOOPBACK
+    rank: int, size: int, *, at: Path | int, device: torch.device, timeout_seconds: float, address: str = LOOPBACK
 ) -> None:
-    """Join the process group; rank 0 listens on `address` and `port`. Returns when all ranks are there.
+    """Join the process group; returns when all ranks are there.
 
-    Raises `RankError` where that takes longer than the timeout, which then bounds every exchange as well.
+    Args:
+        at: where the ranks find each other: a file that is not there yet, in a folder of this user alone, for ranks of
+            one machine; else the port that rank 0 listens on, where anybody who reaches it is heard.
+        address: of rank 0, as the others reach it.
+
+    Raises:
+        RankError: if that takes longer than the timeout, which then bounds every exchange as well.
     """
     if address == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the resolver for the machine's name
@@ -83,17 +90,24 @@ def join_ranks(
         assert device.index is not None, "say which GPU: cuda:0"
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with lost_ranks_are_named(f"joining {size} ranks at {address}:{port}", rank, size):
+    with lost_ranks_are_named(f"joining {size} ranks at {address}", rank, size):
         timeout = timedelta(seconds=timeout_seconds)
-        others = None if rank == 0 else dist.TCPStore(address, port, None, False, timeout)
         dist.init_process_group(
             backend,
-            store=open_meeting(address, port, timeout) if others is None else others,
+            store=_store(rank, size, at, address, timeout),
             rank=rank,
             world_size=size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
+
+
+def _store(rank: int, size: int, at: Path | int, address: str, timeout: timedelta) -> dist.Store:
+    if isinstance(at, int):
+        return open_meeting(address, at, timeout) if rank == 0 else dist.TCPStore(address, at, None, False, timeout)
+    store = dist.FileStore(str(at), size)
+    store.set_timeout(timeout)
+    return store
 
 
 def leave_ranks() -> None:

@@ -96,7 +96,8 @@ def run_job(rank: int, job: dict[str, Any]) -> None:
     spec = ParallelSpec.of(config, job["size"])
     if spec.num_ranks > 1:
         timeout = config.parallel.distributed_timeout_seconds
-        join_ranks(rank, spec.num_ranks, port=job["port"], device=CPU, timeout_seconds=timeout)
+        at = job["at"] if isinstance(job["at"], int) else Path(job["at"])
+        join_ranks(rank, spec.num_ranks, at=at, device=CPU, timeout_seconds=timeout)
     grid = build_grid(spec, CPU)
     trainer = build(config, job, grid)
     planner = Planner(config, trainer.arithmetic, spec.num_data_ranks, print)
@@ -172,7 +173,8 @@ class Running:
     def __init__(self, job: dict[str, Any]):
         Path(job["folder"]).mkdir(parents=True)
         self.job, self.began = job, time.monotonic()
-        job["port"] = free_port()
+        # Ranks of one machine find each other by a file, those of several by a port.
+        job["at"] = free_port() if job["size"] > 2 else str(Path(job["folder"]) / "store")
         self.ranks = {start(rank, job): rank for rank in range(job["size"])}
         self.codes: dict[int, Any] = {}
 

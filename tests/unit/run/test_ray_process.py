@@ -1,8 +1,11 @@
 """What a Ray that is started for a run leaves where others can reach it: nothing."""
 
+from pathlib import Path
+
 import pytest
 
 from treadle.run.ray_process import MAX_FOLDER_BYTES, keep_token_private, private_sessions
+from treadle.run.ray_ranks import RankActor
 
 
 @pytest.mark.parametrize("depth", [0, 3])
@@ -52,3 +55,12 @@ def test_what_the_user_has_set_up_is_left_alone(token, monkeypatch, name):
     monkeypatch.setenv(name, "disabled")
     keep_token_private(makes_one=True)
     assert not token.exists()
+
+
+def test_ranks_of_one_machine_find_each_other_in_a_private_folder():
+    actor = object.__new__(RankActor)
+    at = actor.meeting_point("127.0.0.1", on_one_node=True)
+    assert isinstance(at, Path)
+    assert (at.exists(), mode_of(at.parent)) == (False, 0o700)
+    actor.close()
+    assert not at.parent.exists()
