@@ -92,9 +92,9 @@ def save_checkpoint(
     """Write a checkpoint that resumes at `rollout_id`, then move `latest` and delete all but `keep` newest.
 
     Newest counts from this one back: checkpoints of later rollouts, left by a run that went further before it was
-    resumed from an earlier one, stay until they are written anew. A crash at any moment leaves the checkpoints
-    before it as they were. `optimizer` is None where `write_rest` writes its state, as many ranks do. Raises `CheckpointError` naming the folder and the cause (disk full, no permission);
-    what was half written is removed.
+    resumed from an earlier one, stay until they are written again. A crash at any moment leaves the earlier checkpoints
+    as they were. `optimizer` is None if `write_rest` writes its state, as many ranks do. Raises `CheckpointError`, which
+    names the folder and the cause (disk full, no permission); what was half written is removed.
     """
     name = f"{PREFIX}{rollout_id:06d}"
     work = folder / f".{name}.{os.getpid()}"
