@@ -34,6 +34,7 @@ AREAS = {
 }
 AT_ONCE = 2
 SECONDS = 10.0
+END_SECONDS = 3.0
 TRIES = 3  # a busy machine may make a sound run late once, not three times
 ROOM_BYTES = 3 << 30  # what a case may take beside what the server has mapped
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -133,10 +134,9 @@ class Runner:
     def _clean(self, item: _Running) -> int:
         """Remove what a case left; the number of processes among it."""
         mark = item.folder.name.removeprefix("case-")
-        left = left_behind(mark, item.child.pid)
-        if left:  # a process that was killed a moment ago may need one to go
-            time.sleep(0.2)
-            left = left_behind(mark, item.child.pid)
+        deadline = time.monotonic() + END_SECONDS
+        while (left := left_behind(mark, item.child.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)  # one that saw its parent end needs a moment to follow
         end_processes(left)
         shutil.rmtree(item.folder, ignore_errors=True)
         return len(left)

@@ -27,10 +27,14 @@ def check_sizes(path: str, config: PretrainedConfig) -> None:
 
     A size that the architecture has not, or lists for each layer, is left to the architecture.
     """
-    text_config = config.get_text_config()
-    layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
+    try:
+        text_config = config.get_text_config()
+        layer = text_config.per_layer_config[0] if text_config.is_heterogeneous else text_config
+        sizes = {name: getattr(layer, name, None) for name in _LARGEST}
+    except Exception as error:  # properties of architectures compute with what the file has
+        raise ModelError(f"{path!r}: config.json does not describe a model: {first_line(error)}") from error
     for name, largest in _LARGEST.items():
-        value = getattr(layers[0], name, None)
+        value = sizes[name]
         if value is None or isinstance(value, list | tuple):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
