@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     try:
         code = _dispatch(words)
-        sys.stdout.flush()  # a reader that went away is noticed here, not while Python shuts down
+        if sys.stdout is not None and not sys.stdout.closed:  # code of the user's may have closed it
+            sys.stdout.flush()  # a reader that went away is noticed here, not while Python shuts down
         return code
     except TreadleError as error:
         _report(f"error: {error}")

@@ -113,7 +113,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 SHORT = {"--rm-timeout-seconds": "0.5", "--env-timeout-seconds": "0.5", "--rollout-timeout-seconds": "5"}
 IN_THE_MAIN_PROCESS = ("loss", "advantage", "filter", "data")
-"""Kinds that run in the main process: a loop, a process or a thread that they start is the user's own."""
+"""Kinds that run in the main process: loops, processes, threads and output of theirs are the user's own."""
 DEADLY = ("kills itself", "segfault", "changes streams", "closes stdout", "closes everything", "ends the process")
 
 
@@ -121,12 +121,12 @@ def cases() -> Iterator[Case]:
     """Every kind of module × what goes wrong at import, in a call, and in its signature."""
     for number, kind in enumerate(KINDS):
         for i, (name, code) in enumerate(AT_IMPORT.items()):
-            if name.startswith("leaves") and (kind in IN_THE_MAIN_PROCESS or "thread" in name):
+            if name.startswith(("leaves", "prints")) and (kind in IN_THE_MAIN_PROCESS or "thread" in name):
                 continue
             if kind == "reward" or (i + number) % 3 == 0:
                 yield _case(kind, f"import {name}", f"{code}\ndef reward(*a, **k):\n    return 1.0\n")
         for i, (name, body) in enumerate(BODIES.items()):
-            if name.startswith(("hangs", "leaves")) and kind in IN_THE_MAIN_PROCESS:
+            if name.startswith(("hangs", "leaves", "prints")) and kind in IN_THE_MAIN_PROCESS:
                 continue
             if kind in ("reward", "environment") or (i + number) % 3 == 0:
                 yield _case(kind, f"call {name}", f"def reward(*a, **k):\n    {body}\n")

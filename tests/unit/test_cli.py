@@ -210,3 +210,12 @@ def test_a_closed_or_full_output_is_no_traceback(redirected, code, said):
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == bool(said)
+
+
+def test_a_user_who_closed_stdout_is_no_fault():
+    code = (
+        "import sys, treadle.cli as cli; cli._plan = lambda words: sys.stdout.close() or 0; "
+        "code = cli.main(['plan']); sys.stdout = None; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
