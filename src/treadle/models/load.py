@@ -17,7 +17,7 @@ from treadle.models.attention import register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
-from treadle.models.sizes import check_sizes
+from treadle.models.sizes import check_labels, check_sizes
 from treadle.models.weight_checks import check_weights
 from treadle.regular_file import NOT_REGULAR, irregular_files
 
@@ -95,6 +95,7 @@ def load_config(path: str) -> PretrainedConfig:
     for file in irregular_files(Path(path)):
         raise ModelError(f"{path!r} is not a model folder: {file.name} is {NOT_REGULAR}")
     work_offline_if_cut_off(path)
+    check_labels(Path(path))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # hub, JSON and validation errors alike
