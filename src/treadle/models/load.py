@@ -101,7 +101,16 @@ def load_config(path: str) -> PretrainedConfig:
     except Exception as error:  # hub, JSON and validation errors alike
         raise ModelError(f"no model at {path!r}: {first_line(error)}") from error
     check_sizes(path, config)
+    _forget_default_ends(path, config)
     return config
+
+
+def _forget_default_ends(path: str, config: PretrainedConfig) -> None:
+    """Remove the end-of-sequence id that the config has from its class only, lest a saved model ends with it."""
+    named, _ = type(config).get_config_dict(path)
+    for part, given in ((config, named), (config.get_text_config(), named.get("text_config", named))):
+        if "eos_token_id" not in given and getattr(part, "eos_token_id", None) is not None:
+            part.eos_token_id = None
 
 
 def check_loadable(path: str, config: PretrainedConfig, *, fused: bool = True) -> Probe:
