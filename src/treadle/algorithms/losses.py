@@ -26,7 +26,8 @@ from treadle.errors import ConfigError
 class PolicyLossInputs:
     """What a policy loss may read; `mask` is True on trained tokens (all of them where it is None).
 
-    `logprobs` is the only one that gets a gradient. `rollout_logprobs` are always there in training. `num_samples` saves a wait on a GPU where it is known.
+    `logprobs` is the only one that gets a gradient. `rollout_logprobs` are always there in training.
+    `num_samples` saves a wait on a GPU if it is known.
     """
 
     logprobs: Float[Tensor, " T"]

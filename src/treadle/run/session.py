@@ -21,6 +21,7 @@ from treadle.observe.samples import rollout_ids
 from treadle.observe.sinks import open_sinks
 from treadle.observe.summary import summarize
 from treadle.run import build
+from treadle.run.compute import in_short_lived_thread
 from treadle.run.differences import differences
 from treadle.run.loop import Schedule
 from treadle.run.place import Place, is_same
@@ -56,7 +57,7 @@ def open_session(config: Config, progress: Progress, place: Place) -> Session:
             progress.warn(text)
     progress.phase("looking for the model")
     model_path = resolve(config.model.hf_checkpoint)
-    build.check_models(config, model_path)
+    in_short_lived_thread(build.check_models, config, model_path)
     codec = load_codec(model_path, config.data.template_kwargs)
     check_vocabulary(config, codec, model_path)
     note = padding_note(config, codec, model_path)
@@ -73,7 +74,7 @@ def _with_dtype(config: Config, checkpoint: Checkpoint | None) -> Config:
     if config.model.dtype != "auto":
         return config
     saved = None if checkpoint is None else checkpoint.state.get("dtype")
-    dtype = saved or name_of(compute_dtype("auto", config.model.device))
+    dtype = saved or name_of(in_short_lived_thread(compute_dtype, "auto", config.model.device))
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
