@@ -114,6 +114,7 @@ def test_a_failing_reward_is_counted_and_never_ends_the_run(
     bad = tmp_path / "bad_reward.py"
     bad.write_text("def reward(sample):\n    return 1 / (len(sample.response) % 2)\n")  # raises for even lengths
     flags = [*toy_flags, "--custom-rm-path", f"{bad}:reward"]
+    flags += ["--max-failed-fraction", "0.9"]
     run(flags, "--num-rollout", "2", "--rollout-stop", "a", "b", "c", "d", "e", "--run-dir", str(tmp_path / "run"))
     for row in read_rows(tmp_path / "run"):
         assert 0 < row["rollout/failed_count"] < 32

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from tests.fuzz.case import Bench, Case, Words, rng
 from treadle.config.fields import ConfigField, config_fields
+from treadle.config.values import PATH_FIELDS
 
 MANY_DIGITS = "9" * 5000
 NO_NUMBERS = (
@@ -40,6 +41,7 @@ TEXTS = (
     "json:loads", "os.path", "../..:x", "-5", "None", "null", "true", "nan", "{}", "[]", "%s%n", "$(id)", "a b c", "\t", "name@[1:2:3]",
     "file@[a:b]", "file@[5:]", "=x", "x=", "x=file", "http://", "://", "reasoning_gym:", "reasoning_gym:nope", "reasoning_gym:chain_sum?size=x",
 )  # fmt: skip
+PATHS = ("/dev/zero", "pipe", "folder", "~nosuchuser/y", "loop", "file/below", "y" * 256)
 BAD_SWITCH_VALUES = ("1", "true", "", "x", "nan")
 SAMPLED_TEXTS = 6
 BAD_NUMBERS, ODD_NUMBERS_TRIED = 3, 3
@@ -105,6 +107,16 @@ def cases() -> Iterator[Case]:
     for field in config_fields().values():
         if not field.recipe_only:
             yield from _cases_of(field)
+    for name in sorted(PATH_FIELDS):
+        for i, value in enumerate(PATHS):
+            field = config_fields()[name]
+            given = f"x={value}" if name == "eval_prompt_data" else value
+            given += ":reward" if name.startswith("custom_") else ""
+            yield _case(
+                field,
+                ("train", "plan")[i % 2],
+                (f"{field.flag}={given}",) if not field.is_list else (field.flag, given),
+            )
     yield from _engine_arguments()
     yield from _command_lines()
 

@@ -120,7 +120,7 @@ class Runner:
         folder = self._root / f"case-{self._number}"
         folder.mkdir()
         words = tuple(case.make(folder, self.bench))
-        child = self._server.start(words, cwd=folder, env={MARK: str(self._number)})
+        child = self._server.start(words, cwd=folder, env={MARK: _mark(folder)})
         _limit(child.pid)
         return _Running(case, folder, words, child, tries, time.monotonic())
 
@@ -133,13 +133,18 @@ class Runner:
 
     def _clean(self, item: _Running) -> int:
         """Remove what a case left; the number of processes among it."""
-        mark = item.folder.name.removeprefix("case-")
+        mark = _mark(item.folder)
         deadline = time.monotonic() + END_SECONDS
         while (left := left_behind(mark, item.child.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)  # one that saw its parent end needs a moment to follow
         end_processes(left)
         shutil.rmtree(item.folder, ignore_errors=True)
         return len(left)
+
+
+def _mark(folder: Path) -> str:
+    """A name for a case that no other run of the fuzzer on this machine uses: the folders of a run lie in its own."""
+    return f"{folder.parent.name}/{folder.name}"
 
 
 def _slowness() -> float:

@@ -268,6 +268,23 @@ def test_ends_are_the_same_before_and_after_a_save_and_an_export(model_with, tmp
     assert load_codec(str(export_model(saved, tmp_path / "out", "bfloat16"))).eos_token_ids == want.eos_token_ids
 
 
+def test_a_config_that_names_no_end_names_none_when_it_is_saved(model_with, tmp_path):
+    """The class of a config has a default, which a hand-written file did not ask for."""
+    import torch
+
+    from treadle.models.load import load_model, save_model
+
+    folder = model_with(None)
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    want, saved = load_codec(str(folder)), tmp_path / "saved"
+    model = load_model(str(folder), torch.float32, torch.device("cpu"))
+    save_model(model, model.state_dict(), saved)
+    want.save(saved)
+    assert load_codec(str(saved)).eos_token_ids == want.eos_token_ids == {0}
+
+
 @pytest.mark.parametrize(
     ("generation_config", "message"),
     [

@@ -75,8 +75,9 @@ def logprobs_and_entropy(
     exact for both outputs; sums over tiles are kept in float32. `temperature` gets no gradient.
 
     The entropy is always computed: a compiled loop without it would round the logprobs differently, and logprobs of
-    two passes are compared. `targets` must lie in [0, V); a temperature must be above 0. For the options see `LogprobOptions`. Same idea:
-    Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (cut cross-entropy), arXiv 2411.09009.
+    two passes are compared. `targets` must lie in [0, V); a temperature must be above 0. For the options see
+    `LogprobOptions`. Same idea: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (cut
+    cross-entropy), arXiv 2411.09009.
 
         >>> hidden, weight = torch.zeros(1, 3), torch.ones(4, 3)      # four equally likely tokens
         >>> logprobs, entropy = logprobs_and_entropy(hidden, weight, torch.tensor([2]))

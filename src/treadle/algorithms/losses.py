@@ -26,7 +26,8 @@ from treadle.errors import ConfigError
 class PolicyLossInputs:
     """What a policy loss may read; `mask` is True on trained tokens (all of them where it is None).
 
-    `logprobs` is the only one that gets a gradient. `rollout_logprobs` are always there in training. `num_samples` saves a wait on a GPU where it is known.
+    `logprobs` is the only one that gets a gradient. `rollout_logprobs` are always there in training.
+    `num_samples` saves a wait on a GPU if it is known.
     """
 
     logprobs: Float[Tensor, " T"]
@@ -134,7 +135,7 @@ def dppo_tv(inputs: PolicyLossInputs) -> PolicyLoss:
     A token is kept if A > 0 and `p - p_roll ≤ ε_high`, or A ≤ 0 and `p - p_roll ≥ -ε`, where p_roll is its probability
     under the policy that drew it (`rollout_logprobs`): the engine's rounding and older weights count as distance, so
     tokens are dropped in the first step of a rollout too. The loss of a kept token is `-A · sg(min(ρ, c)) · lp` with
-    c = `eps_clip_c`, 20 where not given; ρ is the ratio to the trainer's old policy, as in the other losses.
+    c = `eps_clip_c`, 20 unless set; ρ is the ratio to the trainer's old policy, as in the other losses.
     Source: "Rethinking the Trust Region in LLM Reinforcement Learning" 2026 (arXiv 2602.04879).
     """
     assert inputs.rollout_logprobs is not None, "dppo_tv compares with the rollout policy: give rollout_logprobs"

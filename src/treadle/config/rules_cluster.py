@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from treadle.config.findings import Finding, Rule, fault, warning
 from treadle.config.sections import ClusterSection, Config
+from treadle.config.values import written
 
+_RAY_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SERVER_SETTINGS = (
     *("health_check_interval_seconds", "health_check_timeout_seconds", "max_restarts"),
@@ -130,6 +133,8 @@ def ray_is_started_or_joined(config: Config) -> Iterator[Finding]:
     ):
         if given:
             yield warning(f"{name} does nothing with ray_address: the Ray that is joined has its own")
+    if cluster.ray_address != "auto" and not _RAY_ADDRESS.fullmatch(cluster.ray_address):
+        yield fault(f"ray_address = {written(cluster.ray_address)} is no address of a Ray; give host:port or auto")
 
 
 def training_from_files_is_on_time(config: Config) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from treadle.models.attention import register_attention
 from treadle.models.forward import check_forward
 from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
-from treadle.models.sizes import check_sizes
+from treadle.models.sizes import check_labels, check_sizes
 from treadle.models.weight_checks import check_weights
 from treadle.regular_file import NOT_REGULAR, irregular_files
 
@@ -95,12 +95,22 @@ def load_config(path: str) -> PretrainedConfig:
     for file in irregular_files(Path(path)):
         raise ModelError(f"{path!r} is not a model folder: {file.name} is {NOT_REGULAR}")
     work_offline_if_cut_off(path)
+    check_labels(Path(path))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # hub, JSON and validation errors alike
         raise ModelError(f"no model at {path!r}: {first_line(error)}") from error
     check_sizes(path, config)
+    _forget_default_ends(path, config)
     return config
+
+
+def _forget_default_ends(path: str, config: PretrainedConfig) -> None:
+    """Remove the end-of-sequence id that the config has from its class only, lest a saved model ends with it."""
+    named, _ = type(config).get_config_dict(path)
+    for part, given in ((config, named), (config.get_text_config(), named.get("text_config", named))):
+        if "eos_token_id" not in given and getattr(part, "eos_token_id", None) is not None:
+            part.eos_token_id = None
 
 
 def check_loadable(path: str, config: PretrainedConfig, *, fused: bool = True) -> Probe:

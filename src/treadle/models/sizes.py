@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.errors import ModelError, first_line
@@ -20,6 +22,22 @@ _LARGEST = {
     "max_position_embeddings": 1 << 40,
 }
 """Several times what the largest models have; a module of more would be built for minutes, or never."""
+
+_MOST_LABELS = 1 << 20
+
+
+def check_labels(folder: Path) -> None:
+    """Raise `ModelError` if the config.json of a folder counts more labels than any model has.
+
+    transformers makes a name for each label while it reads the file, so this looks at the file before.
+    """
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return  # whoever reads it for good says why it can't be read
+    count = found.get("num_labels") if isinstance(found, dict) else None
+    if isinstance(count, int) and count > _MOST_LABELS:
+        raise ModelError(f"{str(folder)!r}: config.json has num_labels = {count}; it must be at most {_MOST_LABELS}")
 
 
 def check_sizes(path: str, config: PretrainedConfig) -> None:

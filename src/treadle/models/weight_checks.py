@@ -13,6 +13,8 @@ from treadle.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+COMPUTED_NAMES = (".masked_bias", ".position_ids", "decoder.version")
+"""Ends of names under which old files hold what a model computes by itself; they are no weights."""
 MOST_NAMES = 3
 """Weights that a message names."""
 
@@ -35,7 +37,8 @@ def check_weights(path: str, model: PreTrainedModel, found: Mapping[str, Any]) -
             f"{path!r}: weight {name!r} has shape {tuple(stored)}, but its config.json asks for {tuple(wanted)} "
             f"({len(found['mismatched_keys'])} weights differ so); restore the config.json that belongs to the weights"
         )
-    missing, unexpected = found["missing_keys"], found["unexpected_keys"]
+    missing = found["missing_keys"]
+    unexpected = [name for name in found["unexpected_keys"] if not name.endswith(COMPUTED_NAMES)]
     if missing:
         raise ModelError(
             f"{path!r} lacks {len(missing)} of the weights that its config.json describes ({_names(missing)}); restore "

@@ -17,6 +17,15 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
+def in_short_lived_thread(call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    """Make the call in a thread that ends with it, and with it the thread's team; return its result.
+
+    For what computes before the runtime's one thread does, in a process that goes on to train or generate.
+    """
+    with ThreadPoolExecutor(1) as short_lived:
+        return short_lived.submit(call, *args, **kwargs).result()
+
+
 class ComputeThread:
     """One thread; what is handed to it is done in order."""
 

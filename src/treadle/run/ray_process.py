@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import stat
 import tempfile
 import threading
@@ -23,6 +24,8 @@ NO_IDLE_WORKERS = {"prestart_worker_first_driver": False}
 """Ray's setting not to start a process for each CPU in advance: a run's workers have an environment of their own, so
 they would never be used."""
 
+
+REACH_SECONDS = 10.0
 
 MAX_FOLDER_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 """Longest path of the folder with Ray's sessions: the path of a socket has at most 107 bytes."""
@@ -66,6 +69,7 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
                     **quiet,
                 )
         else:
+            _reach(str(cluster.ray_address))
             ray.init(address=cluster.ray_address, **quiet)
     except Exception as error:  # a node that is slow to start is a bare Exception
         line = (str(error).splitlines() or [repr(error)])[0]
@@ -82,6 +86,13 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
     finally:
         ray.shutdown()
         _remove(sessions)
+
+
+def _reach(address: str) -> None:
+    """Connect to `host:port` and hang up; raises `OSError` if that fails. Ray itself would try for minutes."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
 
 
 def private_sessions() -> Path:

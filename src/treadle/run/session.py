@@ -21,6 +21,7 @@ from treadle.observe.samples import rollout_ids
 from treadle.observe.sinks import open_sinks
 from treadle.observe.summary import summarize
 from treadle.run import build
+from treadle.run.compute import in_short_lived_thread
 from treadle.run.differences import differences
 from treadle.run.loop import Schedule
 from treadle.run.place import Place, is_same
@@ -56,7 +57,7 @@ def open_session(config: Config, progress: Progress, place: Place) -> Session:
             progress.warn(text)
     progress.phase("looking for the model")
     model_path = resolve(config.model.hf_checkpoint)
-    build.check_models(config, model_path)
+    in_short_lived_thread(build.check_models, config, model_path)
     codec = load_codec(model_path, config.data.template_kwargs)
     check_vocabulary(config, codec, model_path)
     note = padding_note(config, codec, model_path)
@@ -73,14 +74,14 @@ def _with_dtype(config: Config, checkpoint: Checkpoint | None) -> Config:
     if config.model.dtype != "auto":
         return config
     saved = None if checkpoint is None else checkpoint.state.get("dtype")
-    dtype = saved or name_of(compute_dtype("auto", config.model.device))
+    dtype = saved or name_of(in_short_lived_thread(compute_dtype, "auto", config.model.device))
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
 def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
     """Return which rollouts are to be done, of data with `num_prompts` (None if none is read).
 
-    Raises `ConfigError` if a new run was to go on from a checkpoint that leaves nothing to do.
+    Raises `ConfigError` if a new run was to go on from a checkpoint of another run that leaves nothing to do.
     """
     config = session.config
     saved = config.debug.load_debug_rollout_data
@@ -90,8 +91,10 @@ def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
     else:
         end = num_rollout(config, num_prompts)
     start = session.start_rollout_id
-    if session.checkpoint is not None and start >= end and not session.place.held_run:
-        raise ConfigError(f"{session.checkpoint.path} has done {start} rollouts of {end}; raise --num-rollout to go on")
+    place, checkpoint = session.place, session.checkpoint
+    is_own = place.held_run or (checkpoint is not None and is_same(checkpoint.path.parent, place.checkpoints))
+    if checkpoint is not None and start >= end and not is_own:
+        raise ConfigError(f"{checkpoint.path} has done {start} rollouts of {end}; raise --num-rollout to go on")
     interval = config.checkpoint.save_interval or (end if config.checkpoint.save is not None else None)
     return Schedule(
         start_rollout_id=start,

@@ -23,6 +23,8 @@ FAULTS = [
         {"runtime": "ray", "colocate": True, "weight_transport": "cuda_ipc", "actor_num_nodes": 2},
         "weight_transport = cuda_ipc with 2 train workers",
     ),
+    ({"runtime": "ray", "ray_address": "nonsense"}, "ray_address = nonsense is no address of a Ray; give host:port"),
+    ({"runtime": "ray", "ray_address": "ray://head:10001"}, "is no address of a Ray"),
 ]
 WARNINGS = [
     ({"rollout_num_gpus": 2, "colocate": True}, "rollout_num_gpus, colocate do nothing with runtime = local"),
@@ -42,6 +44,8 @@ FINE = [
     {"runtime": "ray", "max_lag": 2, "on_publish": "pause", "rollout_correction": "tis"},
     {"runtime": "ray", "weight_transport": "disk", "weight_folder": "/x"},
     {"runtime": "ray", "colocate": True, "weight_transport": "cuda_ipc"},
+    {"runtime": "ray", "ray_address": "head.local:6379"},
+    {"runtime": "ray", "ray_address": "[::1]:6379"},
     {"runtime": "ray", "critic_num_nodes": 1, "colocate": True, "rollout_num_gpus": 2},
 ]
 

@@ -37,6 +37,7 @@ def changed(tiny_model_dir: Path, tmp_path: Path):
         {"vocab_size": 0},
         {"max_position_embeddings": -5},
         {"text_config": "x"},
+        {"num_labels": 2**64},
         {"text_config": -1},
         {"attn_implementation": "nope"},
         {"dtype": 2**64},

@@ -80,6 +80,13 @@ def test_what_an_architecture_says_it_does_not_need_is_no_fault(folder: Path) ->
     load_model(str(folder), torch.float32, CPU)
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.masked_bias", "model.embeddings.position_ids"])
+def test_what_old_folders_hold_and_a_model_computes_by_itself_is_no_fault(folder: Path, name: str) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), name: torch.tensor(-1e4)}, file, {"format": "pt"})
+    load_model(str(folder), torch.float32, CPU)
+
+
 def test_a_value_head_that_is_not_finite_is_named(tiny_model, tmp_path: Path) -> None:
     model = ValueModel(tiny_model)
     save_value_head({"weight": torch.full((1, 32), float("nan")), "bias": torch.zeros(1)}, tmp_path)

@@ -1,10 +1,14 @@
 """What a Ray that is started for a run leaves where others can reach it: nothing."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from treadle.run.ray_process import MAX_FOLDER_BYTES, keep_token_private, private_sessions
+from treadle.config import ClusterSection
+from treadle.errors import ConfigError
+from treadle.observe.progress import Progress
+from treadle.run.ray_process import MAX_FOLDER_BYTES, keep_token_private, private_sessions, ray_running
 from treadle.run.ray_ranks import RankActor
 
 
@@ -17,6 +21,18 @@ def test_sessions_are_below_a_private_folder_with_room_for_a_socket(tmp_path, mo
     assert sessions.parent.stat().st_mode & 0o777 == 0o700
     assert len(str(sessions)) <= MAX_FOLDER_BYTES
     sessions.parent.rmdir()
+
+
+def test_a_ray_that_is_not_there_is_said_at_once():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cluster = ClusterSection(runtime="ray", ray_address=f"127.0.0.1:{port}")
+    with (
+        pytest.raises(ConfigError, match=rf"no Ray at 127\.0\.0\.1:{port}: .*refused; check --ray-address"),
+        ray_running(cluster, Progress("off")),
+    ):
+        raise AssertionError
 
 
 def mode_of(path):

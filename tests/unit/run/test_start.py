@@ -13,7 +13,7 @@ from treadle.config import EvalOverride
 from treadle.errors import CheckpointError, ConfigError, DataError, ModelError, RunFolderLostError, TreadleError
 from treadle.observe.samples import read_groups, rollout_file
 from treadle.rollout.engines.torch_engine.scheduler import Scheduler
-from treadle.run import build, start
+from treadle.run import build, session, start
 from treadle.run.compute import ComputeThread
 from treadle.run.place import save_folder
 from treadle.training.worker import Trainer
@@ -285,13 +285,18 @@ def test_one_thread_computes(make_run, monkeypatch):
 
         monkeypatch.setattr(owner, name, watched)
 
+    watch(session, "compute_dtype")
+    watch(build, "check_models")
     watch(build, "load_policy")
     watch(build, "build_trainer")
     watch(Scheduler, "__init__")
     watch(Scheduler, "step")
     watch(Trainer, "train")
     watch(Trainer, "state")
-    start.train(make_run("threads", save_interval=2), "toy")
+    start.train(make_run("threads", save_interval=2, dtype="auto"), "toy")
+    # Threads that ended: their idents may be in use again.
+    before = seen.pop("compute_dtype") | seen.pop("check_models")
+    assert threading.get_ident() not in before
     assert set(seen) == {"load_policy", "build_trainer", "__init__", "step", "train", "state"}
     assert len(set.union(*seen.values())) == 1
     assert threading.get_ident() not in seen["step"]  # which belongs to the event loop
