@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from treadle.errors import ConfigError
+from treadle.regular_file import read_regular
 
 FILE = ".lock"
 
@@ -112,7 +113,7 @@ def _this_process() -> dict[str, Any]:
 def _holder(path: Path) -> str:
     """Return who holds a lock, in words."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path, most=1 << 16))
         words = f"process {int(found['pid'])} on {found['host']} ({found['command']}, since {found['since']})"
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
         return "another run"

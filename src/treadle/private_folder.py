@@ -1,6 +1,6 @@
 """Folders that no other user of the machine can put a file into, and the cache of this user.
 
-Compiled code is loaded from where it lies: whoever can write there, or could make the folder first, runs code as this user.
+Compiled code is loaded from where it lies: a user who can write there, or could make the folder first, runs code as this user.
 """
 
 from __future__ import annotations

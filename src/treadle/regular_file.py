@@ -17,9 +17,8 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
     Raises:
         OSError: if it can't be read, is a folder, a pipe or a device, or has more than `most` bytes.
     """
-    with open(
-        os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
-    ) as file:  # without the flag, a pipe waits for its writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without the flag, a pipe waits for its writer
+    with open(descriptor, "rb") as file:
         found = os.fstat(file.fileno())
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -39,7 +38,7 @@ def irregular_files(folder: Path) -> Iterator[Path]:
     for entry in entries:
         try:
             mode = entry.stat().st_mode
-        except OSError:  # a dangling link; whoever needs it misses it
+        except OSError:  # a dangling link; its reader reports it
             continue
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             yield entry

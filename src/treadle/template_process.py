@@ -26,7 +26,7 @@ class TemplateFault(Exception):
 class TemplateProcess:
     """Renders one chat template; the process is started by the first rendering. Threads may share it.
 
-    A template is a program from whoever published the model. It may use 3 s of CPU time (regained by 0.1 s with each
+    A template is a program by the publisher of the model. It may use 3 s of CPU time (regained by 0.1 s with each
     rendering), 1 GiB of memory, and make one million characters beside eight times what it is given. After the third
     process that had to be stopped nothing is rendered any more.
     """

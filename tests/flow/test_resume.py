@@ -192,3 +192,18 @@ def test_a_loaded_run_goes_on_in_its_own_folder(toy_flags: list[str], tmp_path: 
     train(load_config(None, [*toy_flags, "--num-rollout", "2", "--save-interval", "1", "--load", str(folder)]), "toy")
     assert [row["rollout_id"] for row in read_rows(folder)] == [0, 1]
     assert (folder / "checkpoints" / "rollout_000002").is_dir()
+
+
+def test_a_save_folder_alone_leads_to_the_end_too(
+    toy_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a run folder of its own a run that was killed after its last save still gets its evaluation and summary."""
+    monkeypatch.chdir(tmp_path)
+    data = toy_flags[toy_flags.index("--prompt-data") + 1]
+    evaluation = ["--eval-prompt-data", f"toy={data}@[0:2]", "--eval-interval", "9"]
+    flags = [*toy_flags, "--num-rollout", "1", "--save", str(tmp_path / "saves")]
+    train(load_config(None, flags), "first")
+    train(load_config(None, [*flags, *evaluation, "--load", str(tmp_path / "saves")]), "second")
+    (summary,) = (tmp_path / "runs").glob("second-*/summary.json")
+    assert json.loads(summary.read_text())["finished_after"] == 1
+    assert "eval/toy" in (summary.parent / "metrics.jsonl").read_text()

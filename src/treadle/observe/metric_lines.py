@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import DataError
+from treadle.regular_file import read_regular
 
 
 def metric_line(rollout_id: int, values: Mapping[str, float]) -> bytes:
@@ -32,8 +34,7 @@ def read_metric_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     with a `rollout_id`.
     """
     try:
-        with open(path, "rb") as file:
-            lines = list(file)
+        lines = list(io.BytesIO(read_regular(path)))
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -17,6 +17,7 @@ from treadle.errors import ConfigError, RunFolderLostError
 from treadle.observe.atomic_file import write_atomically
 from treadle.observe.metric_lines import read_metric_lines
 from treadle.observe.samples import rollout_file, rollout_ids
+from treadle.regular_file import read_regular
 from treadle.visible_text import harmless_json
 
 
@@ -148,7 +149,7 @@ class RunFolder:
     def finished_after(self) -> int | None:
         """The number of rollouts after which the run ended by itself; None if it was stopped, or is not done."""
         try:
-            found = json.loads(self.summary.read_bytes())
+            found = json.loads(read_regular(self.summary))
         except (OSError, ValueError, RecursionError):
             return None
         value = found.get("finished_after") if isinstance(found, dict) else None

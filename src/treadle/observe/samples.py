@@ -7,6 +7,7 @@ strict JSON.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -18,6 +19,7 @@ import numpy as np
 
 from treadle.errors import DataError, TreadleError
 from treadle.observe.atomic_file import write_atomically
+from treadle.regular_file import read_regular
 from treadle.types import Group, Sample, prompt_from_json, prompt_to_json, sample_from_json, sample_to_json
 from treadle.visible_text import harmless_json
 
@@ -65,8 +67,7 @@ def read_groups(path: Path) -> list[Group]:
     """
     groups: list[Group] = []
     try:
-        with open(path, "rb") as file:
-            lines = list(file)
+        lines = list(io.BytesIO(read_regular(path)))
     except FileNotFoundError as error:
         raise DataError(f"no saved rollout {path}; write it with --save-debug-rollout-data") from error
     except OSError as error:

@@ -111,8 +111,8 @@ class ClusterParts:
         found = await self._watched(self.rollout.evaluate.remote(), f"evaluation after {done} rollouts")
         self.written.evaluation(done, found, time.perf_counter() - began)
 
-    async def save(self, done: int) -> Sequence[Metric]:
-        return await self.written.save(done, lambda: self._save(done))
+    async def save(self, done: int, *, last: bool = False) -> Sequence[Metric] | None:
+        return await self.written.save(done, lambda: self._save(done), last=last)
 
     def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
         self.written.step(rollout_id, [*metrics, *self._turns])

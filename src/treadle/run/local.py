@@ -70,8 +70,8 @@ class LocalParts:
         found = await self.rollouts.evaluate()
         self.written.evaluation(done, found, time.perf_counter() - began)
 
-    async def save(self, done: int) -> Sequence[Metric]:
-        return await self.written.save(done, lambda: self._compute.run(self._save_now, done))
+    async def save(self, done: int, *, last: bool = False) -> Sequence[Metric] | None:
+        return await self.written.save(done, lambda: self._compute.run(self._save_now, done), last=last)
 
     def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
         device = "cpu" if self.trainer is None else self.trainer.device.type

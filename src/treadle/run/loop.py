@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle.errors import ConfigError, FailedSamplesError, RunFolderLostError, TreadleError
+from treadle.errors import CheckpointError, ConfigError, FailedSamplesError, RunFolderLostError, TreadleError
 from treadle.metrics import Metric, metric
 from treadle.run.lease import Lease
 from treadle.run.stop import Stop
@@ -78,8 +78,12 @@ class Parts(Protocol):
         """Evaluate the weights after `done` rollouts."""
         ...
 
-    async def save(self, done: int) -> Sequence[Metric]:
-        """Write a checkpoint that resumes at rollout `done`."""
+    async def save(self, done: int, *, last: bool = False) -> Sequence[Metric] | None:
+        """Write a checkpoint that resumes at rollout `done`.
+
+        Returns None, after a warning, if that failed and a later save can make up for it. Raises `CheckpointError` if it
+        failed and no later one comes: it is the `last`, or all rollouts are done.
+        """
         ...
 
     def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
@@ -101,12 +105,12 @@ async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop 
     loop = _Loop(parts, lease, schedule, stop)
     try:
         await loop.run()
-    except RunFolderLostError:
-        if schedule.can_save and schedule.saves_apart and loop.saved < loop.done:
-            await parts.save(loop.done)
+    except RunFolderLostError as error:
+        if schedule.can_save and schedule.saves_apart:
+            await loop.save_last(error)
         raise
-    if loop.saved < loop.done and (schedule.saves_when(stop) or (loop.fault is not None and schedule.can_save)):
-        await parts.save(loop.done)
+    if schedule.saves_when(stop) or (loop.fault is not None and schedule.can_save):
+        await loop.save_last(loop.fault)
     if loop.fault is not None:
         raise loop.fault
     return None if stop.requested else loop.done
@@ -129,6 +133,20 @@ class _Loop:
             for task in in_flight:
                 task.cancel()
             await asyncio.gather(*in_flight, return_exceptions=True)
+
+    async def save_last(self, cause: TreadleError | None) -> None:
+        """Save what was trained since the last save, before the run ends early; `cause` is the error that ends it.
+
+        Raises `CheckpointError` if that fails: a run that was stopped must not look as if it were saved.
+        """
+        if self.saved >= self.done:
+            return
+        try:
+            await self.parts.save(self.done, last=True)
+        except CheckpointError as error:
+            if cause is None:
+                raise
+            raise CheckpointError(f"{cause}; and then {error}") from cause
 
     async def _run(self, in_flight: deque[asyncio.Task[Collection]]) -> None:
         parts, schedule, stop = self.parts, self.schedule, self.stop
@@ -159,7 +177,9 @@ class _Loop:
             self.done, carried = rollout_id + 1, []
             parts.record(rollout_id, metrics)
             if schedule.is_save_due(self.done):
-                carried, self.saved = list(await parts.save(self.done)), self.done
+                saved = await parts.save(self.done)
+                if saved is not None:
+                    carried, self.saved = list(saved), self.done
             if schedule.is_eval_due(self.done):
                 await _evaluate(parts, self.lease, self.done, stop)
 

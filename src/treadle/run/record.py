@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class Record:
     def __init__(self, config: Config, schedule: Schedule, outputs: Outputs):
         self.config, self.schedule, self.out = config, schedule, outputs
         self.eval_fault = ""  # which evaluation had too many failed samples, and why
-        self._same_rewards = 0  # rollouts in a row whose rewards tell no sample from another
+        self._same_rewards = 0  # rollouts in a row whose rewards tell no sample from another; -1 after the warning
 
     def rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """Write the samples of a rollout; warn of those that failed, and of rewards that are always the same.
@@ -80,6 +79,8 @@ class Record:
 
     def _check_rewards(self, groups: Sequence[Group]) -> None:
         """Warn once if rewards have not differed for several rollouts in a row."""
+        if self._same_rewards < 0:  # warned already
+            return
         section = self.config.algorithm
         own = section.custom_advantage_path is not None
         rule = None if own else find_estimator(section.advantage_estimator)
@@ -93,7 +94,7 @@ class Record:
                 f"in {_MAX_SAME_REWARDS} rollouts in a row {same}: no sample is better than another, so rewards teach the "
                 "model nothing; compare samples/ with what the reward expects, or choose easier or harder prompts"
             )
-            self._same_rewards = -sys.maxsize  # once is enough
+            self._same_rewards = -1
 
     def evaluation(self, done: int, found: Sequence[tuple[str, Sequence[Group]]], seconds: float) -> None:
         """Write the metrics of an evaluation; show answers of the first and of the last one."""
@@ -130,16 +131,17 @@ class Record:
             )
         self.out.progress.step(rollout_id, values)
 
-    async def save(self, done: int, write: Callable[[], Awaitable[None]]) -> list[Metric]:
-        """Have a checkpoint written; one that fails is warned of, and raised where no later one can make up for it."""
+    async def save(self, done: int, write: Callable[[], Awaitable[None]], *, last: bool) -> list[Metric] | None:
+        """Have a checkpoint written, as `Parts.save` says."""
         self.out.progress.phase("saving")
         began = time.perf_counter()
         try:
             await write()
         except CheckpointError as error:
-            if done >= self.schedule.num_rollout:
+            if last or done >= self.schedule.num_rollout:
                 raise
             self.out.progress.warn(f"{error}; training goes on, the next save tries again")
+            return None
         return [metric("perf/save_seconds", time.perf_counter() - began)]
 
     def _write(self, rollout_id: int, values: Mapping[str, float]) -> None:

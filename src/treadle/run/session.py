@@ -81,7 +81,7 @@ def _with_dtype(config: Config, checkpoint: Checkpoint | None) -> Config:
 def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
     """Return which rollouts are to be done, of data with `num_prompts` (None if none is read).
 
-    Raises `ConfigError` if a new run was to go on from a checkpoint that leaves nothing to do.
+    Raises `ConfigError` if a new run was to go on from a checkpoint of another run that leaves nothing to do.
     """
     config = session.config
     saved = config.debug.load_debug_rollout_data
@@ -91,8 +91,10 @@ def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
     else:
         end = num_rollout(config, num_prompts)
     start = session.start_rollout_id
-    if session.checkpoint is not None and start >= end and not session.place.held_run:
-        raise ConfigError(f"{session.checkpoint.path} has done {start} rollouts of {end}; raise --num-rollout to go on")
+    place, checkpoint = session.place, session.checkpoint
+    is_own = place.held_run or (checkpoint is not None and is_same(checkpoint.path.parent, place.checkpoints))
+    if checkpoint is not None and start >= end and not is_own:
+        raise ConfigError(f"{checkpoint.path} has done {start} rollouts of {end}; raise --num-rollout to go on")
     interval = config.checkpoint.save_interval or (end if config.checkpoint.save is not None else None)
     return Schedule(
         start_rollout_id=start,

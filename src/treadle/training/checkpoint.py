@@ -346,7 +346,7 @@ def _put_back(folder: Path) -> None:
     """Restore a checkpoint that was moved aside for a new one of the same rollout which never took its place."""
     for left in folder.glob(f".{PREFIX}*{REPLACED}"):
         target = folder / left.name[1:].split(".")[0]
-        if not target.exists():
+        if _number(target.name) is not None and not target.exists():
             os.replace(left, target)
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ class VersionWriter:
         self._is_open = False
         self._remove_versions()
         self._lock.close()
-        if not any(self.folder.iterdir()):
+        with suppress(OSError):  # there is something in it, or it is gone
             self.folder.rmdir()
 
 

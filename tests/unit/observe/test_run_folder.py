@@ -12,7 +12,7 @@ from treadle.errors import ConfigError, DataError, TreadleError
 from treadle.observe.atomic_file import write_atomically
 from treadle.observe.metric_lines import metric_line, read_metrics
 from treadle.observe.run_folder import RunFolder
-from treadle.observe.samples import rollout_ids, write_groups
+from treadle.observe.samples import read_groups, rollout_ids, write_groups
 
 NOON = datetime(2026, 11, 29, 12, 0, 5)
 
@@ -138,6 +138,17 @@ def test_a_line_that_is_no_metrics_is_named(tmp_path: Path, line: bytes) -> None
     (tmp_path / "metrics.jsonl").write_bytes(metric_line(0, {}) + line + b"\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a line of metrics"):
         read_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "summary.json", "rollout_000000.jsonl"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=r"metrics\.jsonl can't be read \(a pipe or a device, not a file\)"):
+        read_metrics(tmp_path / "metrics.jsonl")
+    with pytest.raises(DataError, match=r"rollout_000000\.jsonl can't be read \(a pipe or a device, not a file\)"):
+        read_groups(tmp_path / "rollout_000000.jsonl")
+    assert RunFolder(tmp_path).finished_after is None
 
 
 def test_metrics_that_can_not_be_read_are_said(tmp_path: Path, as_nobody: Callable[..., str]) -> None:

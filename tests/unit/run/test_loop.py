@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from treadle.errors import ConfigError, EngineError, FailedSamplesError
+from treadle.errors import CheckpointError, ConfigError, EngineError, FailedSamplesError
 from treadle.metrics import metric, reduce_metrics
 from treadle.run.lease import FreeLease, SharedLease
 from treadle.run.loop import Collection, Schedule, train_loop
@@ -25,6 +25,7 @@ class Recorder:
         self.version_at_start = {}  # of each collection
         self.in_flight = self.most_in_flight = 0
         self.cancelled = []
+        self.unsaved = ()  # saves that fail
 
     def note(self, call):
         self.calls.append(call)
@@ -61,8 +62,12 @@ class Recorder:
     async def evaluate(self, done):
         self.note(f"evaluate {done}")
 
-    async def save(self, done):
-        self.note(f"save {done}")
+    async def save(self, done, *, last=False):
+        self.note(f"save {done}" + " last" * last)
+        if done in self.unsaved:
+            if last:
+                raise CheckpointError("the disk is full")
+            return None
         return [metric("perf/save_seconds", done)]
 
     def record(self, rollout_id, metrics):
@@ -219,7 +224,7 @@ def test_whatever_raises_ends_the_loop_and_cancels_what_is_in_flight(call):
 @pytest.mark.parametrize(
     ("schedule", "fault", "saves"),
     [
-        (Schedule(0, 9), FailedSamplesError, ["save 2"]),
+        (Schedule(0, 9), FailedSamplesError, ["save 2 last"]),
         (Schedule(0, 9, save_interval=1), ConfigError, ["save 1", "save 2"]),
         (Schedule(2, 9, max_lag=2), FailedSamplesError, []),
         (Schedule(0, 9, can_save=False), FailedSamplesError, []),
@@ -232,6 +237,16 @@ def test_what_was_trained_is_saved_when_the_users_code_ends_the_run(schedule, fa
         run(parts, schedule)
     assert [call for call in parts.calls if call.startswith("save")] == saves
     assert not parts.in_flight
+
+
+def test_a_save_that_failed_is_tried_again_before_the_run_ends_early():
+    """Then it is an error: a run that only warned would look as if it were saved."""
+    parts = Recorder(fail="collect 2", error=FailedSamplesError)
+    parts.unsaved = (1, 2)
+    with pytest.raises(CheckpointError, match=r"^collect 2 failed; and then the disk is full$"):
+        run(parts, Schedule(0, 9, save_interval=1))
+    assert [call for call in parts.calls if call.startswith("save")] == ["save 1", "save 2", "save 2 last"]
+    assert "perf/save_seconds" not in parts.recorded[1][1]
 
 
 def test_in_flight_collections_are_cancelled():

@@ -1,11 +1,12 @@
 """What a run says of its steps."""
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from treadle.errors import FailedSamplesError
+from treadle.errors import CheckpointError, FailedSamplesError
 from treadle.metrics import metric
 from treadle.observe.run_folder import RunFolder
 from treadle.observe.samples import read_groups
@@ -34,7 +35,7 @@ def open_record(make_config, tmp_path):
 
     def make(**fields):
         said: list[str] = []
-        progress = SimpleNamespace(warn=said.append, evaluation=lambda *_: None)
+        progress = SimpleNamespace(warn=said.append, evaluation=lambda *_: None, phase=lambda *_: None)
         folder = RunFolder.make(tmp_path).open(resumes=True)
         outputs = SimpleNamespace(folder=folder, sink=SimpleNamespace(write=lambda *_: None), progress=progress)
         return Record(make_config(rm_type=("exact",), **fields), Schedule(0, 9), outputs), said
@@ -99,7 +100,7 @@ def test_rewards_that_are_always_the_same_are_warned_about_once(open_record, mak
     record.rollout(1, make_groups((2, 2), rewards=[[0, 1], [0, 1]]))
     for rollout_id in range(2, 10):
         assert not said or rollout_id > 4
-        record.rollout(rollout_id, make_groups((2, 2), rewards=rewards))
+        record.rollout(rollout_id, make_groups((2, 2), rewards=rewards if rollout_id != 6 else [[0, 1], [0, 1]]))
     assert [text.startswith(f"in 3 rollouts in a row {words}") for text in said] == ([True] if words else [])
 
 
@@ -109,3 +110,15 @@ def test_answers_of_an_evaluation_that_could_not_be_scored_are_told(open_record,
     record.evaluation(3, [("fine", make_groups((2, 2))), ("bad", with_failures(make_groups((2, 2)), 3))], 1.0)
     assert said == ["evaluation of bad: 3 of 4 samples failed and count as reward 0; first: reward x: 0"]
     assert record.eval_fault.startswith("evaluation of bad: 3 of 4 samples failed, more than max_failed_fraction")
+
+
+def test_a_save_that_fails_is_warned_of_unless_it_is_the_last(open_record):
+    async def fail():
+        raise CheckpointError("the disk is full")
+
+    record, said = open_record()
+    assert asyncio.run(record.save(3, fail, last=False)) is None
+    assert said == ["the disk is full; training goes on, the next save tries again"]
+    for done, last in ((3, True), (9, False)):
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            asyncio.run(record.save(done, fail, last=last))

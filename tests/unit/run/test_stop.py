@@ -44,7 +44,7 @@ class Stopped:
     async def evaluate(self, done):
         await self.note(f"evaluate {done}")
 
-    async def save(self, done):
+    async def save(self, done, *, last=False):
         self.calls.append(f"save {done}")
         return [metric("perf/save_seconds", 0)]
 

@@ -97,6 +97,7 @@ def test_after_going_back_the_new_checkpoint_is_the_newest(tmp_path):
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     (tmp_path / ".rollout_000007.4242" / "model").mkdir(parents=True)
+    (tmp_path / ".rollout_trial.4242.old").mkdir()  # of `try_save_folder`
     save(tmp_path, 8)
     assert names(tmp_path) == ["latest", "rollout_000008"]
 

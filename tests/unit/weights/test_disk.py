@@ -13,7 +13,7 @@ from treadle.errors import EngineError
 from treadle.weights import SentWeights, WeightSpec
 from treadle.weights.disk import INDEX, DiskReceiver, DiskSender, split_by_size
 from treadle.weights.disk_delta import DeltaReceiver, DeltaSender
-from treadle.weights.version_folders import list_versions, name_of
+from treadle.weights.version_folders import VersionWriter, list_versions, name_of
 
 
 @pytest.fixture
@@ -130,6 +130,13 @@ def test_one_writer_at_a_time(pair, weights, tmp_path):
     with pytest.raises(EngineError, match=f"can't write weights: .*in use by process {os.getpid()}"):
         DiskSender(SentWeights(weights), tmp_path / "w")
     sender.close()
+
+
+def test_a_folder_that_is_gone_can_be_closed(tmp_path):
+    writer = VersionWriter(tmp_path / "weights")
+    shutil.rmtree(tmp_path / "weights")
+    writer.close()
+    assert not (tmp_path / "weights").exists()
 
 
 def test_what_a_crashed_writer_left_is_removed_by_the_next(pair, weights, tmp_path):
