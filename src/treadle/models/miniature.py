@@ -128,8 +128,9 @@ def _shrunk(name: str, value: Any, large: PretrainedConfig) -> Any:
     if _KEPT.search(name):
         return value
     if re.search(r"(key_value|kv).*heads$", name):
-        heads = getattr(large, "num_attention_heads", None)
-        return 1 if value == 1 else HEADS if value == heads else HEADS // 2
+        if value == getattr(large, "num_attention_heads", None):
+            return HEADS if value > 2 else value  # as many as the rule for heads gives
+        return 1 if value == 1 else HEADS // 2
     if name == "attention_hidden_size":  # a multiple of the model's width
         return HEADS * HEAD_SIZE * value // large.hidden_size
     for pattern, size in _RULES:
@@ -138,11 +139,17 @@ def _shrunk(name: str, value: Any, large: PretrainedConfig) -> Any:
     return min(value, 8)
 
 
+def _width_of_head(small: PretrainedConfig) -> int:
+    """Return the size of a head that the config does not name: a model with one or two heads keeps them, and they are wide."""
+    heads = getattr(small, "num_attention_heads", None)
+    return HEADS * HEAD_SIZE // heads if isinstance(heads, int) and heads <= 2 else HEAD_SIZE
+
+
 def _shrunk_rope(rope: dict[str, Any], small: PretrainedConfig) -> dict[str, Any]:
     """Return the parameters of rotary positions for small heads, with factors that switch at `SWITCH` tokens."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {k: _shrunk_rope(v, small) if isinstance(v, dict) else v for k, v in rope.items()}
-    size = getattr(small, "head_dim", None) or HEAD_SIZE
+    size = getattr(small, "head_dim", None) or _width_of_head(small)
     angles = int(size * rope.get("partial_rotary_factor", 1.0)) // 2
     out = dict(rope)
     for name, value in rope.items():

@@ -1,8 +1,10 @@
 """A miniature is small, and has what its model has."""
 
+import pytest
 import torch
 import transformers
 
+from treadle.models.architecture import check_architecture
 from treadle.models.miniature import CONTEXT, SWITCH, WINDOW, miniature, miniature_model
 
 
@@ -35,6 +37,15 @@ def test_parts_of_a_composite_config_shrink_too():
 def test_layers_with_other_heads_keep_other_heads():
     model = miniature_model(miniature(transformers.Gemma4TextConfig()), "eager")
     assert {layer.self_attn.head_dim for layer in model.model.layers} == {16, 32}
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_model_with_few_heads_is_checked(heads):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 32, "pad_token_id": 0}
+    check_architecture(transformers.Qwen2Config(**sizes))
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40}
+    factors = {name: [1.0] * (16 // heads) for name in ("short_factor", "long_factor")}
+    check_architecture(transformers.Phi3Config(rope_parameters={**rope, **factors}, **sizes))
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been_built():
