@@ -134,16 +134,17 @@ def _last_resort(error: Exception) -> int:
     import tempfile
     import traceback
 
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="treadle-error-", suffix=".txt", delete=False, errors="replace"
-    ) as file:
-        file.write("".join(traceback.format_exception(error)))
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="treadle-error-", suffix=".txt", delete=False, errors="replace"
+        ) as file:
+            file.write("".join(traceback.format_exception(error)))
+        report = f"please report it with {file.name}, which holds the traceback"
+    except OSError:
+        report = "please report it with its traceback, which TREADLE_TRACEBACK=1 shows"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(frame.filename).name}:{frame.lineno}"
-    _report(
-        f"internal error: {type(error).__name__}: {what[:300]} ({place}); please report it with {file.name}, which holds the "
-        "traceback"
-    )
+    _report(f"internal error: {type(error).__name__}: {what[:300]} ({place}); {report}")
     return EXIT_INTERNAL_ERROR
 
 

@@ -157,6 +157,10 @@ def test_an_unforeseen_exception_is_one_line_with_its_traceback_in_a_file(monkey
     (file,) = tmp_path.iterdir()
     assert str(file) in err
     assert "Traceback" in file.read_text()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "full"))
+    code, out, err = run("plan", capsys=capsys)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.endswith("please report it with its traceback, which TREADLE_TRACEBACK=1 shows\n")
     monkeypatch.setenv("TREADLE_TRACEBACK", "1")
     with pytest.raises(KeyError):
         main(["plan"])

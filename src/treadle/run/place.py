@@ -89,8 +89,9 @@ def _made_folder(config: Config, name: str, progress: Progress, stack: ExitStack
     if given is None and load is not None and goes_on and _is_run(Path(load)):
         given = load  # a run folder was given to go on with, not only its weights
     folder = RunFolder.make(None if given is None else Path(given), name)
-    stack.callback(folder.remove_if_unused)
-    stack.callback(FolderLock(folder.path, progress.warn).close)
+    lock = FolderLock(folder.path, progress.warn)
+    stack.callback(folder.remove_if_unused)  # not before it is locked: two runs may make it at the same time
+    stack.callback(lock.close)
     return folder
 
 

@@ -54,6 +54,15 @@ def test_a_new_run_gets_a_folder_and_leaves_nothing_if_it_does_not_begin(make_co
         assert not place.folder.path.exists()
 
 
+def test_a_folder_that_two_runs_make_at_once_stays_the_ones_that_has_it(claim, make_config, tmp_path, monkeypatch):
+    first = claim(run_dir="run")
+    monkeypatch.setattr("os.path.lexists", lambda _: False)  # the second one looked before the first one made it
+    with ExitStack() as stack, Progress("off") as progress, pytest.raises(ConfigError, match="in use by"):
+        claim_place(make_config(run_dir="run"), "toy", progress, stack)
+    assert first.folder.is_run
+    assert first.folder.samples.is_dir()
+
+
 def test_what_was_there_before_stays_if_the_run_does_not_begin(make_config, tmp_path):
     folder = ran(tmp_path / "run", saved=False)
     before = folder.metrics.read_bytes()
