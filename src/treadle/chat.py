@@ -160,6 +160,10 @@ class Codec:
         given, sampled = self.encode_rendered(rest), [int(token) for token in turn]
         most = min(len(given), len(sampled))
         common = next((k for k in range(most, 0, -1) if sampled[-k:] == given[:k]), 0)
+        if not common and sampled and sampled[-1] in self.eos_token_ids and sampled[-1] in given:
+            end = given.index(sampled[-1])
+            if self.decode(given[:end]).isspace():  # Llama 2's template puts a space before the end
+                common = end + 1
         return given[common:]
 
     def encode_rendered(self, text: str) -> list[int]:

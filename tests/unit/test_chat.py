@@ -111,6 +111,16 @@ def test_what_a_turn_has_sampled_of_its_end_is_not_given_twice(codec_with):
     assert codec.encode_reply([], reply) == rest
 
 
+def test_an_end_that_the_template_puts_behind_a_space_is_not_given_twice(codec_with):
+    """As Llama 2's; what the model sampled before its end stays as it is."""
+    codec = codec_with("{% for m in messages %}{{ m.content }} <eos><user>{% endfor %}")
+    reply = [{"role": "user", "content": "c"}]
+    b, space, c = codec.encode_text("b c")
+    assert codec.encode_reply([b, EOS], reply) == [USER, c, space, EOS, USER]
+    assert codec.encode_reply([b, space, EOS], reply) == [USER, c, space, EOS, USER]
+    assert codec.encode_reply([b], reply) == [space, EOS, USER, c, space, EOS, USER]
+
+
 def test_no_template_says_what_to_do(codec_with):
     codec = codec_with(None)
     assert not codec.has_chat_template

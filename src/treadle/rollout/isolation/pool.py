@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treadle.rollout.isolation.fault import CallFault, StartFault
+from treadle.rollout.isolation.frames import encode_frame
 from treadle.rollout.isolation.process import WorkerProcess
 
 _START_SECONDS = 120.0
@@ -52,8 +53,7 @@ class Work:
 @dataclass(eq=False)
 class _Call:
     number: int
-    index: int
-    payload: Any
+    frame: bytes
     future: Future[Any]
     alone: bool = False  # its process died, or did not answer, while it ran beside others
 
@@ -96,8 +96,16 @@ class WorkerPool:
         """Queue a call of the handler of `specs[index]`; the future gets its answer, or a `CallFault`.
 
         Cancelling the future gives the call up.
+
+        Raises:
+            CallFault: if the pool is closed, or JSON can't hold the payload.
         """
-        call = _Call(next(self._numbers), index, payload, Future())
+        number = next(self._numbers)
+        try:
+            frame = encode_frame({"call": number, "index": index, "payload": payload})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CallFault(f"can't be sent its input: {error}") from error
+        call = _Call(number, frame, Future())
         with self._lock:
             if self._closed:
                 raise CallFault(self._closed)
@@ -106,7 +114,7 @@ class WorkerPool:
                 self._selector.register(bell, selectors.EVENT_READ)
                 self._thread = threading.Thread(target=self._serve, args=(bell,), name="worker-pool", daemon=True)
                 self._thread.start()
-        self._post("call", call)
+            self._post("call", call)  # under the lock: the pool's thread, when it ends, fails all that was posted
         call.future.add_done_callback(lambda future: self._post("cancel", call) if future.cancelled() else None)
         return call.future
 
@@ -175,30 +183,45 @@ class WorkerPool:
 
     def _drop(self, call: _Call) -> None:
         for worker in self._workers:
-            if worker.calls.get(call.number) is call:
+            if worker.calls.get(call.number) is not call:
+                continue
+            if worker.blocked_by == call.number:  # it can't be told to stop
+                del worker.calls[call.number]
+                self._end(worker, "")
+            else:
                 self._take_away(worker, [call])
+            return
 
     def _take_away(self, worker: _Worker, calls: Sequence[_Call]) -> None:
         for call in calls:
             worker.calls.pop(call.number)
-        worker.process.send({"cancel": [call.number for call in calls]})
+        self._send(worker, encode_frame({"cancel": [call.number for call in calls]}))
 
     def _hand_out(self) -> None:
         """Give waiting calls to workers, and start workers for those that none can take."""
+        full = {False: False, True: False}  # by `alone`: whether there is a place for no such call
         for _ in range(len(self._waiting)):
             call = self._waiting.popleft()
             if call.future.done():
                 continue
-            worker = self._find_worker(call)
+            if full[call.alone]:
+                self._waiting.append(call)  # all that wait are passed through once, which keeps their order
+                continue
+            try:
+                worker = self._find_worker(call)
+            except OSError as error:  # no memory or descriptor for another process
+                _fail(call, f"its worker process could not be started: {error}")
+                continue
             if worker is None and not self._work.concurrent:
                 self._waiting.appendleft(call)
                 return
             if worker is None:
-                self._waiting.append(call)  # all that wait are passed through once, which keeps their order
+                full[call.alone] = True
+                self._waiting.append(call)
                 continue
             worker.calls[call.number] = call
             if worker.ready:
-                self._send(worker, call)
+                self._give(worker, call)
 
     def _find_worker(self, call: _Call) -> _Worker | None:
         most = 1.0 if call.alone else self._most_calls
@@ -225,11 +248,14 @@ class WorkerPool:
         self._selector.register(worker.process.connection, selectors.EVENT_READ, worker)
         return worker
 
-    def _send(self, worker: _Worker, call: _Call) -> None:
+    def _give(self, worker: _Worker, call: _Call) -> None:
         if len(worker.calls) == 1 or worker.late_at == math.inf:
             self._expect(worker)
-        worker.process.send({"call": call.number, "index": call.index, "payload": call.payload})
-        if worker.process.has_unsent:
+        self._send(worker, call.frame)
+
+    def _send(self, worker: _Worker, frame: bytes) -> None:
+        worker.process.send(frame)
+        if worker.process.has_unsent and worker.dies_by is None:
             self._selector.modify(worker.process.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
 
     def _expect(self, worker: _Worker) -> None:
@@ -257,7 +283,7 @@ class WorkerPool:
         if "ready" in message:
             worker.ready, self._failed_starts = True, 0
             for call in list(worker.calls.values()):
-                self._send(worker, call)
+                self._give(worker, call)
         elif "beat" in message:
             pass
         elif "blocked" in message:
@@ -278,17 +304,16 @@ class WorkerPool:
     def _isolate(self, worker: _Worker, number: int | None) -> None:
         """Leave the call that blocks an event loop alone on it; the others run elsewhere, fewer at a time for a while."""
         others = [call for call in worker.calls.values() if call.number != number]
-        if number in worker.calls:
-            worker.blocked_by = number
-        if not others:
-            return
-        self._most_calls = max(1.0, len(worker.calls) // 2)
-        self._waiting.extendleft(reversed(others))
-        if worker.blocked_by is not None:
-            self._take_away(worker, others)
-        else:  # what an ended call has left behind blocks it
+        if others:
+            self._most_calls = max(1.0, len(worker.calls) // 2)
+            self._waiting.extendleft(reversed(others))
+        if number not in worker.calls:  # what an ended call has left behind blocks it
             worker.calls.clear()
             self._end(worker, "")
+            return
+        worker.blocked_by = number
+        if others:
+            self._take_away(worker, others)
 
     def _check_deadlines(self) -> None:
         """End at most one worker: that takes a while, and answers of others may have come since."""

@@ -50,7 +50,7 @@ class WorkerProcess:
             )
         self._unsent = bytearray()
         self._received = bytearray()
-        self.send(order)
+        self.send(encode_frame(order))
 
     @property
     def process_id(self) -> int:
@@ -65,9 +65,9 @@ class WorkerProcess:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def send(self, value: Any) -> None:
-        """Send a value as far as the connection takes it; `flush` sends the rest. A worker that is gone is found by `receive`."""
-        self._unsent += encode_frame(value)
+    def send(self, frame: bytes) -> None:
+        """Send a frame as far as the connection takes it; `flush` sends the rest. A worker that is gone is found by `receive`."""
+        self._unsent += frame
         self.flush()
 
     def flush(self) -> None:

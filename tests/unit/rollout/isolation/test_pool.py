@@ -29,6 +29,10 @@ def load(spec):
 def echo(payload):
     return payload
 
+async def block_later():
+    await asyncio.sleep(0.1)
+    time.sleep(60)
+
 async def act(payload):
     """Wait, block or crash, as told; the answer is the number."""
     kind, number = payload
@@ -41,6 +45,10 @@ async def act(payload):
         time.sleep(60)
     if kind == "object":
         return object()
+    if kind == "leave":
+        global left
+        left = asyncio.create_task(block_later())
+        return number
     await asyncio.sleep(0.01 * (number % 7))
     return number
 '''
@@ -93,6 +101,41 @@ def test_an_answer_that_is_no_json_is_a_fault(open_pool) -> None:
     assert "returned something that can't be sent" in outcome(
         open_pool("act", concurrent=True).submit(0, ["object", 1])
     )
+
+
+def test_an_input_that_is_no_json_costs_its_own_call_only(open_pool) -> None:
+    pool = open_pool("echo")
+    with pytest.raises(CallFault, match="can't be sent its input: Exceeds the limit"):
+        pool.submit(0, {"n": 10**5000})
+    assert outcome(pool.submit(0, 1)) == 1
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_process_that_can_not_be_made_costs_its_own_call_only(open_pool, monkeypatch, concurrent: bool) -> None:
+    pool = open_pool("act" if concurrent else "echo", concurrent=concurrent)
+    with monkeypatch.context() as patch:
+        patch.setattr("treadle.rollout.isolation.process.sys.executable", "/there/is/no/python")
+        assert "its worker process could not be started: [Errno 2]" in outcome(pool.submit(0, ["wait", 1]))
+    assert outcome(pool.submit(0, ["wait", 2])) in (2, ["wait", 2])
+
+
+def test_what_a_call_left_behind_blocks_no_later_one(open_pool) -> None:
+    pool = open_pool("act", 2.0, concurrent=True)
+    assert outcome(pool.submit(0, ["leave", 1])) == 1
+    time.sleep(1.5)
+    assert outcome(pool.submit(0, ["wait", 2])) == 2
+
+
+def test_calls_that_block_and_are_given_up_leave_their_places(open_pool) -> None:
+    pool = open_pool("act", 60.0, concurrent=True)
+    hanging = [pool.submit(0, ["hang", number]) for number in range(2)]
+    while len(pool.process_ids()) < 2:
+        time.sleep(0.05)
+    time.sleep(1.5)
+    for future in hanging:
+        future.cancel()
+    assert outcome(pool.submit(0, ["wait", 3])) == 3
+    assert len(pool.process_ids()) == 1
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
