@@ -33,6 +33,8 @@ def names_secret(name: str, value: Any) -> bool:
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if _ALWAYS & set(words):
         return isinstance(value, str | list | tuple) and bool(value)
+    if isinstance(value, list | tuple):
+        return any(names_secret(name, item) for item in value)
     if not isinstance(value, str) or not value or _NUMBER.fullmatch(value):
         return False
     before = words[-2] if len(words) > 1 else ""

@@ -49,7 +49,8 @@ def check_weights(path: str, model: PreTrainedModel, found: Mapping[str, Any]) -
             f"{path!r} holds {len(unexpected)} weights that its config.json has no place for ({_names(unexpected)}); "
             "restore the config.json that belongs to the weights, or remove them from the files"
         )
-    check_finite(path, model.named_parameters())
+    stored = model.state_dict().keys()
+    check_finite(path, [*model.named_parameters(), *(pair for pair in model.named_buffers() if pair[0] in stored)])
 
 
 @torch.no_grad()

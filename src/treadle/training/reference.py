@@ -64,14 +64,20 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, rollouts_done: int, policy: Mapping[str, Tensor]) -> None:
-        """Called after each rollout with this rank's part of the policy's float32 weights: refresh or average when due."""
-        params = dict(self._parts())
+        """Refresh or average the weights if that is due; called after each rollout.
+
+        Args:
+            rollouts_done: number of rollouts trained on.
+            policy: this rank's part of the policy's float32 weights that are trained; the others stay as they are.
+        """
+        trained = ((name, param) for name, param in self._parts() if name in policy)
         if self.decay is not None:
-            for name, weight in self._weights.items():
+            for name, param in trained:
+                weight = self._weights[name]
                 weight.lerp_(policy[name].to(weight.device), 1 - self.decay)
-                params[name].copy_(weight)
+                param.copy_(weight)
         elif self.interval is not None and rollouts_done % self.interval == 0:
-            for name, param in params.items():
+            for name, param in trained:
                 param.copy_(policy[name])
 
     def write(self, folder: Path) -> None:

@@ -48,6 +48,7 @@ def test_no_setting_of_treadle_is_a_secret():
 def test_secrets_are_replaced_wherever_they_are():
     given = {
         "hf_token": "hush",
+        "api_key": ["hush", "hush"],
         "loader": '{"a": [{"s3_secret": "hush", "size": 3}]}',
         "endpoint": "https://me:hush@host:80/x?y",
         "by_token": ("git+https://hush@host/x", "plain"),
@@ -62,7 +63,7 @@ def test_secrets_are_replaced_wherever_they_are():
     assert {name: found[name] for name in ("text", "json", "number")} == {
         n: given[n] for n in ("text", "json", "number")
     }
-    assert list(secret_names(given)) == ["hf_token", "loader.a.s3_secret", "endpoint", "by_token"]
+    assert list(secret_names(given)) == ["hf_token", "api_key", "loader.a.s3_secret", "endpoint", "by_token"]
 
 
 def test_a_configuration_is_written_without_them(capsys):

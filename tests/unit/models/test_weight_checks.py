@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from treadle.errors import ModelError
 from treadle.models.load import load_model
@@ -46,6 +47,25 @@ def test_a_weight_that_is_not_finite_is_named(folder: Path, dtype, number, kind)
     assert f"1 of 2048 numbers in weight 'model.layers.1.mlp.up_proj.weight' are {kind}" in said
     assert "packed" not in said
     assert "\n" not in said
+
+
+def test_a_stored_buffer_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    """The bias of a router is no parameter, and a choice of experts by NaN has finite logits."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 2}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    }
+    config = DeepseekV3Config(num_hidden_layers=1, num_key_value_heads=2, **sizes, **heads, **experts)
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.layers[0].mlp.gate.e_score_correction_bias.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    said = refusal(tmp_path)
+    assert "4 of 4 numbers in weight 'model.layers.0.mlp.gate.e_score_correction_bias' are NaN" in said
 
 
 def test_large_weights_whose_sum_overflows_are_finite() -> None:

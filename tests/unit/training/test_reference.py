@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
+from treadle.models.load import load_model
 from treadle.training.checkpoint import Checkpoint
-from treadle.training.reference import lent_to
+from treadle.training.reference import Reference, lent_to
 
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 
@@ -44,6 +45,17 @@ def test_a_refreshed_reference_is_the_policy_every_so_often(make_trainer, make_g
     assert same(seen[3][0], seen[3][1])
     metrics = trainer.train(make_groups(seed=9), 4)  # with reference = policy the KL is 0
     assert next(m.value for m in metrics if m.name == "train/kl") == pytest.approx(0.0, abs=1e-10)
+
+
+@pytest.mark.parametrize("moving", [{"ref_update_interval": 1}, {"ref_ema_decay": 0.5}])
+def test_a_weight_that_the_policy_does_not_train_stays(tiny_model_dir, make_config, moving) -> None:
+    """Architectures freeze some, such as the bias of a router."""
+    model = load_model(str(tiny_model_dir), torch.float32, torch.device("cpu"), trainable=False)
+    before, frozen = weights(model), "model.norm.weight"
+    reference = Reference(model, make_config(**KL, **moving).algorithm)
+    reference.follow(1, {name: weight + 1 for name, weight in before.items() if name != frozen})
+    after = weights(model)
+    assert [name for name in after if torch.equal(after[name], before[name])] == [frozen]
 
 
 def test_a_moving_average_by_hand(make_trainer, make_groups) -> None:
