@@ -176,17 +176,23 @@ class Codec:
             self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
-    def response_text(self, token_ids: Sequence[int]) -> str:
+    def response_text(self, token_ids: Sequence[int], stop_token_ids: Sequence[int] = ()) -> str:
         """Return what the model said, for rewards, environments and people.
 
-        The tokens that only end a response (end of sequence, padding) are left out at its end. All others stay,
-        special or not: a special `<answer>` is part of the answer. Stop strings and stop tokens that were asked for
-        stay as well.
+        The tokens that only end a response (end of sequence, padding, special tokens among `stop_token_ids`) are left
+        out at its end. All others stay, special or not: a special `<answer>` is part of the answer. Stop strings and
+        stop tokens that are plain text stay as well.
         """
-        ends, length = {*self.eos_token_ids, self.tokenizer.pad_token_id}, len(token_ids)
+        special_stops = self._special_ids.intersection(stop_token_ids)
+        ends, length = {*self.eos_token_ids, self.tokenizer.pad_token_id, *special_stops}, len(token_ids)
         while length and int(token_ids[length - 1]) in ends:
             length -= 1
         return self.decode(token_ids[:length])
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """The ids of the tokenizer's special tokens."""
+        return frozenset(self.tokenizer.all_special_ids)
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, special ones among them."""

@@ -51,6 +51,12 @@ def test_a_response_keeps_every_token_but_those_that_end_it(codec_with):
         assert codec.response_text(ending) == ""
 
 
+def test_a_stop_token_is_left_out_if_it_is_special_and_ends_the_response(tiny_codec):
+    h, i = tiny_codec.encode_text("hi")
+    assert tiny_codec.response_text([h, USER, i, USER], (USER, i)) == "h<user>i"
+    assert tiny_codec.response_text([h, USER]) == "h<user>"
+
+
 def test_a_special_token_that_marks_the_answer_reaches_the_text(tiny_codec):
     """As a model whose `<answer>` was added as a special token: a reward's pattern must find it."""
     import copy

@@ -35,7 +35,7 @@ class Conversation:
 
         A turn that did not end by itself ends the sample, with its status. So do the limits: the sample is truncated.
         """
-        turns = [self.codec.response_text(first.token_ids)]
+        turns = [self.codec.response_text(first.token_ids, sampling.stop_token_ids)]
         trajectory.add_sampled(first)
         completion, status = first, first.status
         while status is Status.COMPLETED:
@@ -44,7 +44,7 @@ class Conversation:
                 given = None if reply is None else self._tokens(reply, completion)
             except Exception as error:  # an environment is the user's code: it may raise or return anything
                 why = str(error) if isinstance(error, CallFault | TreadleError) else describe_error(error)
-                return failed(self._sample(trajectory, Status.FAILED), f"environment: {why}")
+                return failed(self._sample(trajectory, Status.FAILED, sampling), f"environment: {why}")
             if given is None:
                 break
             left = sampling.max_new_tokens - trajectory.num_sampled
@@ -54,9 +54,9 @@ class Conversation:
                 break
             trajectory.add_given(given)
             completion = await self._next_turn(trajectory, replace(sampling, max_new_tokens=left), len(turns))
-            turns.append(self.codec.response_text(completion.token_ids))
+            turns.append(self.codec.response_text(completion.token_ids, sampling.stop_token_ids))
             status = completion.status
-        return self._sample(trajectory, status)
+        return self._sample(trajectory, status, sampling)
 
     def _tokens(self, reply: str | Sequence[Message], turn: Completion) -> list[int]:
         if isinstance(reply, str):
@@ -70,6 +70,7 @@ class Conversation:
         trajectory.add_sampled(completion)
         return completion
 
-    def _sample(self, trajectory: Trajectory, status: Status) -> Sample:
-        text = self.codec.response_text(trajectory.token_ids[len(trajectory.prompt.token_ids) :])
+    def _sample(self, trajectory: Trajectory, status: Status, sampling: SamplingParams) -> Sample:
+        said = trajectory.token_ids[len(trajectory.prompt.token_ids) :]
+        text = self.codec.response_text(said, sampling.stop_token_ids)
         return trajectory.finish(status, text)

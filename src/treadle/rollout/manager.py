@@ -113,7 +113,8 @@ class RolloutManager:
             sample = await self.conversation.finish(trajectory, completion, sampling)
         else:
             trajectory.add_sampled(completion)
-            sample = trajectory.finish(completion.status, self.codec.response_text(completion.token_ids))
+            text = self.codec.response_text(completion.token_ids, sampling.stop_token_ids)
+            sample = trajectory.finish(completion.status, text)
         strangers = self.codec.strangers(sample.token_ids[sample.loss_mask])
         if not len(strangers):
             return sample
