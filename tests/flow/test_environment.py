@@ -105,7 +105,13 @@ def test_the_number_of_turns_and_of_tokens_is_bounded(play) -> None:
         ([], r"returned \[\] of type list"),
         (["x"], "returned a list whose item 0 is of type str"),
         ([{"role": "user", "content": "x"}, {"text": "x"}], r"returned a message with the keys \['text'\]"),
-        ([{"role": "user", "content": 1 / 3, "when": object}], ""),  # the template makes what it can of it
+        ([{"role": "user", "content": 5}], "returned a message whose content is of type int"),
+        ([{"role": "user", "content": None}], "returned a message whose content is of type NoneType"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "returned a message whose content holds a part that is no",
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}], "when": object}], ""),
         ("\ud800", "can't encode"),
     ],
 )
@@ -144,7 +150,7 @@ async def reply(prompt, turns):
         value = []
         for _ in range(500):
             value = [value]
-        return [{"role": "user", "content": value}]
+        return [{"role": "user", "content": "x", "more": value}]
     await asyncio.sleep(0.2)
     return [{"role": "user", "content": "go on"}] if len(turns) < 3 else None
 

@@ -23,6 +23,21 @@ def policy_loss_of(config: Config) -> str | None:
     return config.algorithm.policy_loss or (found[1].policy_loss if found else None)
 
 
+def models_beside(config: Config) -> dict[str, str]:
+    """Return the models that a run loads beside the one that it trains, by their flags."""
+    if config.debug.debug_rollout_only:
+        return {}
+    algorithm, found = config.algorithm, estimator_of(config)
+    has_reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
+    has_critic = algorithm.custom_advantage_path is not None or (found is not None and found[1].uses_critic)
+    named = {
+        "--ref-load": config.model.ref_load if has_reference else None,
+        "--critic-load": config.critic.critic_load if has_critic else None,
+        "--opd-teacher-load": config.model.opd_teacher_load,
+    }
+    return {flag: name for flag, name in named.items() if name is not None}
+
+
 def kl_is_weighted(config: Config) -> bool:
     """True where KL has a weight above 0, in the reward or in the loss."""
     algorithm = config.algorithm

