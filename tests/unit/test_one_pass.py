@@ -82,7 +82,7 @@ def assert_compiled_code_is_private():
 
     headers = Path(codecache._HEADER_DIR)
     assert headers.parent == compile_cache() == Path(codecache.default_cache_dir())
-    assert [path.suffix for path in headers.glob("*.gch")] == [".gch"]  # torch still makes them, and there
+    assert any(headers.glob("*.gch"))  # torch still makes them, and there
     assert Path(cache_dir()) == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     found = compile_cache().stat()
     assert (found.st_uid, found.st_mode & 0o777) == (os.geteuid(), 0o700)
