@@ -243,6 +243,8 @@ def _open(location: str) -> Reader:
     base, at, split = location.rpartition("@")
     if not at:
         base, split = location, ""
+    if not base.strip():  # `@train` is no split of the current folder
+        raise DataError(f"{location!r} names no data; a source is {_KINDS}")
     path = _local_path(base)
     if path.is_file():
         raise DataError(f"{location!r}: a file has no splits; path@[a:b] takes rows")

@@ -19,7 +19,7 @@ from treadle.models.fused import fuse_layers
 from treadle.models.norm import fuse_norms
 from treadle.models.sizes import check_labels, check_sizes
 from treadle.models.weight_checks import check_weights
-from treadle.regular_file import NOT_REGULAR, irregular_files
+from treadle.regular_file import NOT_REGULAR, irregular_files, read_regular
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -70,7 +70,7 @@ def is_model_folder(path: Path) -> bool:
     """True where a config.json says what model this is; a run's and a checkpoint's own config.json do not."""
     file = path / "config.json"
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and "model_type" in found

@@ -160,6 +160,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
         ("a\0b.jsonl", "there is no file 'a\\x00b.jsonl'"),
         ("", "'' names no data"),
         (" @[:1]", "' ' names no data"),
+        ("@train", "'@train' names no data"),
         ("/", "folder '/' holds more than 20000 entries; name the data itself"),
     ],
 )

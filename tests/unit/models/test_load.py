@@ -1,6 +1,7 @@
 """Loading and saving model folders, and what a wrong folder says."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -188,3 +189,10 @@ def test_files_beside_the_weights_are_the_same_from_one_process_and_from_many(ti
         assert (tmp_path / "one" / name).read_text() == (tmp_path / "many" / name).read_text()
     found = json.loads((tmp_path / "one" / "generation_config.json").read_text())
     assert (found["temperature"], found["eos_token_id"]) == (0.7, [0, 2])
+
+
+def test_a_pipe_in_place_of_a_config_is_not_waited_for(tmp_path):
+    from treadle.models.load import is_model_folder
+
+    os.mkfifo(tmp_path / "config.json")
+    assert not is_model_folder(tmp_path)
