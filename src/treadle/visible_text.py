@@ -21,6 +21,8 @@ def visible(text: str) -> str:
     >>> visible("a\\nb\\x1b[31mc")
     'a⏎b␛[31mc'
     """
+    if text.isprintable():  # which nothing that is escaped is: most text, quickly
+        return text
     return "".join(_visible_character(c) for c in text)
 
 

@@ -69,7 +69,7 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
                     **quiet,
                 )
         else:
-            _reach(str(cluster.ray_address))
+            reach(str(cluster.ray_address))
             ray.init(address=cluster.ray_address, **quiet)
     except Exception as error:  # a node that is slow to start is a bare Exception
         line = (str(error).splitlines() or [repr(error)])[0]
@@ -88,7 +88,7 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
         _remove(sessions)
 
 
-def _reach(address: str) -> None:
+def reach(address: str) -> None:
     """Connect to `host:port` and hang up; raises `OSError` if that fails. Ray itself would try for minutes."""
     if address != "auto":
         host, _, port = address.rpartition(":")
