@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz.case import Case
 from tests.fuzz.runner import AREAS, Runner, all_cases
 
-SAMPLE = 60
+SAMPLE = 36
 PART = 150
 CASES = all_cases()
 PARTS = [CASES[start : start + PART] for start in range(0, len(CASES), PART)]
