@@ -107,7 +107,7 @@ def load_config(path: str) -> PretrainedConfig:
 
 def _forget_default_ends(path: str, config: PretrainedConfig) -> None:
     """Remove the end-of-sequence id that the config has from its class only, lest a saved model ends with it."""
-    named, _ = type(config).get_config_dict(path)
+    named, _ = type(config).get_config_dict(path, local_files_only=True)  # the hub has just been asked
     for part, given in ((config, named), (config.get_text_config(), named.get("text_config", named))):
         if "eos_token_id" not in given and getattr(part, "eos_token_id", None) is not None:
             part.eos_token_id = None
