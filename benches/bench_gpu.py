@@ -30,7 +30,7 @@ def build_model(size: str, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from treadle.models.attention import register_attention
-    from treadle.models.norm import fuse_norms
+    from treadle.models.cpu.norm import fuse_norms
 
     shape = SIZES[size]
     config = Qwen2Config(

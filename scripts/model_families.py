@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from treadle.errors import ModelError
 from treadle.models.architecture import check_architecture
-from treadle.models.fused import FusedAttention, FusedMLP
+from treadle.models.cpu.fused_layers import FusedAttention, FusedMLP
 from treadle.rollout.engines.torch_engine.check import check_generation
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}

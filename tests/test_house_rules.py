@@ -18,7 +18,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_LONG_FUNCTION_LINES, MAX_PARAMETERS = 50
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # What is optional or belongs to one seam is imported by its own files only.
 OWNERS = {
-    "ray": ("run/",),
+    "ray": ("run/ray/",),
     "vllm": ("weights/vllm_plugin.py", "weights/vllm_receiver.py"),  # they run inside vLLM
     "sglang": ("rollout/engines/sglang_engine",),
     "wandb": ("observe/wandb_sink.py",),

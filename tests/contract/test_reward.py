@@ -7,7 +7,7 @@ import pytest
 
 from treadle.rollout.rewards import BUILTIN_REWARDS, RewardInput
 from treadle.rollout.rewards.builtin import RewardSettings
-from treadle.rollout.rewards.contract import check_reward
+from treadle.rollout.rewards.reward_contract import check_reward
 
 EXAMPLES_FILE = Path(__file__).parents[2] / "examples" / "rewards.py"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.fork_server import Child, ForkServer
-from treadle.run.ray_process import NO_IDLE_WORKERS
+from treadle.run.ray.connection import NO_IDLE_WORKERS
 
 REWARD = '''
 def reward(sample):

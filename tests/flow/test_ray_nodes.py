@@ -23,11 +23,11 @@ import pytest
 
 from treadle.config import Config
 from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError, WorkerLostError
-from treadle.private_folder import cache_folder
-from treadle.run import placement
-from treadle.run.ray_calls import settle
-from treadle.run.ray_ranks import SIGNS, RankActor, ask_alive
-from treadle.run.ray_watch import Watched, while_alive
+from treadle.run.ray import placement
+from treadle.run.ray.calls import settle
+from treadle.run.ray.health import Watched, while_alive
+from treadle.run.ray.rank_workers import SIGNS, RankActor, ask_alive
+from treadle.storage.private_folder import cache_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from treadle.one_pass import OnePass
+from treadle.compiled_formula import OnePass
 
 CPU_TILE = (2048, 1024)
 """Rows and vocabulary of a tile on a CPU, as measured: where all rows are in one tile, a weight's gradient needs no adding up."""

@@ -15,9 +15,9 @@ from treadle.config.secrets import without_secrets
 from treadle.config.sections import Config
 from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
+from treadle.printable_text import harmless_json
 from treadle.registry import suggestion
-from treadle.regular_file import read_regular
-from treadle.visible_text import harmless_json
+from treadle.storage.regular_file import read_regular
 
 Values = dict[str, Any]
 """Raw values by field name; a name says its section by itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treadle.config.batch import batch_arithmetic
+from treadle.config.batch_sizes import batch_arithmetic
 from treadle.config.chosen import estimator_of
 from treadle.config.fields import config_fields, did_you_mean
 from treadle.config.findings import Finding, Rule, fault, warning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treadle.config.batch import batch_arithmetic
+from treadle.config.batch_sizes import batch_arithmetic
 from treadle.config.chosen import estimator_of, ignores_bias, ignores_scale, kl_is_weighted
 from treadle.config.fields import config_fields
 from treadle.config.findings import Finding, Rule, fault, warning

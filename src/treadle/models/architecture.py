@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from treadle.errors import ModelError
 from treadle.models.attention import ATTENTION_NAME, PackedAttention, register_attention
 from treadle.models.context import context_length
+from treadle.models.cpu.fused_layers import fuse_layers
+from treadle.models.cpu.norm import fuse_norms
 from treadle.models.forward import head_of, hidden_states
-from treadle.models.fused import fuse_layers
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.miniature import VOCABULARY, miniature, miniature_model
-from treadle.models.norm import fuse_norms
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.errors import ModelError
-from treadle.models.block_attention import BlockAttention, Grid, grid_of
-from treadle.models.cpu_attention import RowAttention
+from treadle.models.cpu.block_attention import BlockAttention, Grid, grid_of
+from treadle.models.cpu.packed_attention import RowAttention
 from treadle.models.layout import PackedLayout
 
 ATTENTION_NAME = "treadle"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from treadle.errors import ConfigError, ModelError
 from treadle.models.new_folder import new_folder
-from treadle.private_folder import cache_folder
+from treadle.storage.private_folder import cache_folder
 
 DOWNLOAD_TIMEOUT_SECONDS = 600
 

@@ -14,12 +14,12 @@ from treadle.errors import ModelError, first_line
 from treadle.hub import work_offline_if_cut_off
 from treadle.models.architecture import Probe, check_architecture, switch_dropout_off
 from treadle.models.attention import register_attention
+from treadle.models.cpu.fused_layers import fuse_layers
+from treadle.models.cpu.norm import fuse_norms
 from treadle.models.forward import check_forward
-from treadle.models.fused import fuse_layers
-from treadle.models.norm import fuse_norms
 from treadle.models.sizes import check_labels, check_sizes
 from treadle.models.weight_checks import check_weights
-from treadle.regular_file import NOT_REGULAR, irregular_files, read_regular
+from treadle.storage.regular_file import NOT_REGULAR, irregular_files, read_regular
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -136,7 +136,7 @@ def load_model(
     """Load a model with Treadle's attention and check that packing is exact for it.
 
     Weights are in `dtype`; dropout is switched off, since the policy that is trained must be the one that
-    generates. `fused` replaces norms (`models/norm.py`), attention's projections and the MLP (`models/fused.py`) by ours.
+    generates. `fused` replaces norms (`models/cpu/norm.py`), attention's projections and the MLP (`models/cpu/fused_layers.py`) by ours.
     Raises `ModelError` for a folder that is not a causal language model or an architecture that can't be packed.
     """
     probe = check_loadable(path, load_config(path), fused=fused)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treadle.observe.atomic_file import write_atomically
 from treadle.observe.metric_lines import read_metrics
 from treadle.observe.summary import accuracies, series
+from treadle.storage.atomic_file import write_atomically
 
 Points = Sequence[tuple[int, float]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import DataError
-from treadle.regular_file import read_regular
+from treadle.storage.regular_file import read_regular
 
 
 def metric_line(rollout_id: int, values: Mapping[str, float]) -> bytes:

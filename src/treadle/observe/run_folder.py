@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import ConfigError, RunFolderLostError
-from treadle.observe.atomic_file import write_atomically
 from treadle.observe.metric_lines import read_metric_lines
 from treadle.observe.samples import rollout_file, rollout_ids
-from treadle.regular_file import read_regular
-from treadle.visible_text import harmless_json
+from treadle.printable_text import harmless_json
+from treadle.storage.atomic_file import write_atomically
+from treadle.storage.regular_file import read_regular
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from treadle.errors import DataError, TreadleError
-from treadle.observe.atomic_file import write_atomically
-from treadle.regular_file import read_regular
+from treadle.printable_text import harmless_json
+from treadle.storage.atomic_file import write_atomically
+from treadle.storage.regular_file import read_regular
 from treadle.types import Group, Sample, prompt_from_json, prompt_to_json, sample_from_json, sample_to_json
-from treadle.visible_text import harmless_json
 
 TOKEN_FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "weight_versions")
 _FILE_NAME = re.compile(r"rollout_(\d{6,})\.jsonl")

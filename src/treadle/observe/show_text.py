@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from treadle.visible_text import visible
+from treadle.printable_text import visible
 
 __all__ = ["clock", "number", "percent", "shorten_middle", "sparkline", "visible"]
 

@@ -30,7 +30,7 @@ from treadle.training.critic import Critic
 from treadle.training.objective import Objective, build_objective
 from treadle.training.parallel import Grid, ParallelModel, ParallelSpec, as_parallel
 from treadle.training.reference import Reference
-from treadle.training.spread import load_parallel
+from treadle.training.sharded_state import load_parallel
 from treadle.training.worker import Trainer
 
 if TYPE_CHECKING:

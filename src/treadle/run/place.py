@@ -9,10 +9,10 @@ from pathlib import Path
 
 from treadle.config import Config
 from treadle.errors import CheckpointError, ConfigError
-from treadle.folder_lock import FolderLock
 from treadle.observe.progress import Progress
 from treadle.observe.run_folder import RunFolder
 from treadle.observe.samples import make_folder
+from treadle.storage.folder_lock import FolderLock
 from treadle.training.checkpoint import (
     Checkpoint,
     find_checkpoint,

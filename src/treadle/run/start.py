@@ -80,7 +80,7 @@ async def _run(session: Session, recipe_name: str) -> int | None:
     """Train in the configured runtime; the number of the signal that stopped it, or None."""
     stop = Stop()
     if session.config.cluster.runtime == "ray":
-        from treadle.run.cluster import train_on_cluster
+        from treadle.run.ray.runtime import train_on_cluster
 
         summary = await train_on_cluster(session, recipe_name, stop)
     else:

@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.errors import CheckpointError
-from treadle.regular_file import read_regular
+from treadle.storage.regular_file import read_regular
 from treadle.training.tensor_files import TensorFiles, shape_of
 
 LATEST = "latest"

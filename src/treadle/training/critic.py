@@ -23,7 +23,7 @@ from treadle.training.micro_batches import MicroBatch, MicroBatches, Passes, wit
 from treadle.training.optim import MasterOptimizer
 from treadle.training.packing import PackedBatch
 from treadle.training.parallel import ParallelModel, as_parallel, local_part
-from treadle.training.spread import gathered_parameter, stored_parameters, write_model_folder, write_parts
+from treadle.training.sharded_state import gathered_parameter, stored_parameters, write_model_folder, write_parts
 from treadle.training.tensor_files import Chosen, TensorFiles
 
 OPTIMIZER = "optimizer"

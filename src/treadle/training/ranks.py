@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.errors import RankError
-from treadle.weights.meeting import open_meeting
+from treadle.weights.rendezvous import open_meeting
 
 LOOPBACK = "127.0.0.1"
 _CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 from treadle.config import AlgorithmSection
 from treadle.training.checkpoint import Checkpoint
 from treadle.training.parallel import ParallelModel, as_parallel, local_part, part_of
-from treadle.training.spread import write_parts
+from treadle.training.sharded_state import write_parts
 from treadle.training.tensor_files import TensorFiles
 
 if TYPE_CHECKING:

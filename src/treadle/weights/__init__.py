@@ -8,8 +8,8 @@ from treadle.weights.base import (
     WeightTransport,
     check_specs,
 )
-from treadle.weights.ends import SentWeights, ServedWeights
-from treadle.weights.inproc import InprocTransport
+from treadle.weights.in_process import InprocTransport
+from treadle.weights.served_weights import SentWeights, ServedWeights
 
 __all__ = [
     "InprocTransport",

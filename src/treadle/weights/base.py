@@ -22,7 +22,7 @@ import torch
 from treadle.errors import EngineError
 
 if TYPE_CHECKING:
-    from treadle.weights.ends import ServedWeights
+    from treadle.weights.served_weights import ServedWeights
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer
-from treadle.weights.copying import copy_pairs
-from treadle.weights.ends import SentWeights, ServedWeights
-from treadle.weights.flat import Piece, bucket_views, buckets
-from treadle.weights.meeting import BroadcastPlace, Offers, come_to, process_group
+from treadle.weights.parallel_copy import copy_pairs
+from treadle.weights.rendezvous import BroadcastPlace, Offers, come_to, process_group
+from treadle.weights.served_weights import SentWeights, ServedWeights
+from treadle.weights.tensor_layout import Piece, bucket_views, buckets
 
 NAME = "broadcast"
 READY, REFUSED = 1, 0

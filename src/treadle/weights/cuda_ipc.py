@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec
-from treadle.weights.ends import SentWeights, ServedWeights
+from treadle.weights.served_weights import SentWeights, ServedWeights
 
 NAME = "cuda_ipc"
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import EngineError
-from treadle.weights.copying import spread
+from treadle.weights.parallel_copy import spread
 
 BLOCK_ELEMENTS = 1 << 18
 DENSE_FROM = 0.5  # changed part of a block from which its gaps are not worth their bytes

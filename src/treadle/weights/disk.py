@@ -19,8 +19,8 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec, check_specs
-from treadle.weights.ends import SentWeights, ServedWeights
-from treadle.weights.flat import as_bytes
+from treadle.weights.served_weights import SentWeights, ServedWeights
+from treadle.weights.tensor_layout import as_bytes
 from treadle.weights.version_folders import Manifest, VersionWriter, check_files, file_paths, read_manifest
 
 NAME = "disk"

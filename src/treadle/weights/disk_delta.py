@@ -20,7 +20,6 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer
-from treadle.weights.copying import spread
 from treadle.weights.delta import Block, apply, encode
 from treadle.weights.disk import (
     converted,
@@ -31,8 +30,9 @@ from treadle.weights.disk import (
     open_shards,
     write_shards,
 )
-from treadle.weights.ends import SentWeights, ServedWeights
-from treadle.weights.flat import as_bytes
+from treadle.weights.parallel_copy import spread
+from treadle.weights.served_weights import SentWeights, ServedWeights
+from treadle.weights.tensor_layout import as_bytes
 from treadle.weights.version_folders import Base, Manifest, VersionWriter, check_files, read_manifest
 
 NAME = "disk-delta"

@@ -12,7 +12,7 @@ from treadle.weights.broadcast import BroadcastReceiver, BroadcastSender
 from treadle.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from treadle.weights.disk import DiskReceiver, DiskSender
 from treadle.weights.disk_delta import DeltaReceiver, DeltaSender
-from treadle.weights.ends import SentWeights, ServedWeights
+from treadle.weights.served_weights import SentWeights, ServedWeights
 from treadle.weights.sglang_group import GroupSender
 from treadle.weights.shm import ShmReceiver, ShmSender
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec
-from treadle.weights.copying import copy_pairs
-from treadle.weights.ends import SentWeights
-from treadle.weights.flat import Layout
-from treadle.weights.meeting import BroadcastPlace, Offers, come_to, process_group
+from treadle.weights.parallel_copy import copy_pairs
+from treadle.weights.rendezvous import BroadcastPlace, Offers, come_to, process_group
+from treadle.weights.served_weights import SentWeights
+from treadle.weights.tensor_layout import Layout
 
 NAME = "sglang-group"
 REFUSED, ANEW, SAME = "refused", "anew", "same"

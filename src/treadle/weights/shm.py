@@ -31,9 +31,9 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer
-from treadle.weights.copying import digest
-from treadle.weights.ends import SentWeights, ServedWeights
-from treadle.weights.flat import Layout
+from treadle.weights.parallel_copy import digest
+from treadle.weights.served_weights import SentWeights, ServedWeights
+from treadle.weights.tensor_layout import Layout
 
 NAME = "shm"
 PREFIX = "treadle-weights-"

@@ -24,7 +24,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from treadle.errors import ConfigError, EngineError
-from treadle.folder_lock import FolderLock
+from treadle.storage.folder_lock import FolderLock
 
 MANIFEST = "manifest.json"
 GIB = 2**30

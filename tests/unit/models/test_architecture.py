@@ -8,7 +8,7 @@ from treadle.errors import ModelError
 from treadle.models import architecture
 from treadle.models.architecture import check_architecture
 from treadle.models.attention import LayerAttention, PackedAttention
-from treadle.models.fused import FusedAttention
+from treadle.models.cpu.fused_layers import FusedAttention
 from treadle.models.load import check_loadable
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4096}

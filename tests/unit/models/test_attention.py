@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.models import block_attention
 from treadle.models.attention import LayerAttention, PackedAttention
+from treadle.models.cpu import block_attention
 from treadle.models.layout import Family, PackedLayout
 
 BACKENDS = ("batched", "sdpa", "auto")

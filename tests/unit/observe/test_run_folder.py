@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import ConfigError, DataError, TreadleError
-from treadle.observe.atomic_file import write_atomically
 from treadle.observe.metric_lines import metric_line, read_metrics
 from treadle.observe.run_folder import RunFolder
 from treadle.observe.samples import read_groups, rollout_ids, write_groups
+from treadle.storage.atomic_file import write_atomically
 
 NOON = datetime(2026, 11, 29, 12, 0, 5)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from treadle.models.attention import LayerAttention, PackedAttention
-from treadle.models.cpu_kernels import load_kernels
+from treadle.models.cpu.decode_kernels import load_kernels
 from treadle.models.layout import Family, PackedLayout
 from treadle.rollout.engines.torch_engine import attention
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.errors import EngineError
-from treadle.models.cpu_kernels import load_kernels
+from treadle.models.cpu.decode_kernels import load_kernels
 from treadle.rollout.engines.torch_engine.sampler import (
     BLOCK,
     ROWS_AT_ONCE,

@@ -11,7 +11,7 @@ import pytest
 from treadle.metrics import metric
 from treadle.run.lease import FreeLease
 from treadle.run.loop import Collection, Schedule, train_loop
-from treadle.run.ray_process import hangups_ignored
+from treadle.run.ray.connection import hangups_ignored
 from treadle.run.stop import Stop, leave, stops_on_signals
 
 SECONDS = 20.0
@@ -131,7 +131,7 @@ def test_a_run_that_nohup_started_outlives_its_terminal():
 
 STUBBORN = """
 import asyncio, time
-from treadle.run.ray_process import hangups_ignored
+from treadle.run.ray.connection import hangups_ignored
 from treadle.run.stop import Stop, stops_on_signals
 
 async def main():

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from treadle import one_pass
+from treadle import compiled_formula as one_pass
 from treadle.algorithms import POLICY_LOSSES
+from treadle.compiled_formula import compiles
 from treadle.config import TrainSection, batch_arithmetic
 from treadle.metrics import reduce_metrics
 from treadle.models.load import load_model
 from treadle.models.value import ValueModel
-from treadle.one_pass import compiles
 from treadle.training.batch import batch_of
 from treadle.training.critic import Critic
 from treadle.training.micro_batches import MicroBatches

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treadle.errors import EngineError
-from treadle.private_folder import compile_variables
 from treadle.rollout.engines import process_guard
+from treadle.storage.private_folder import compile_variables
 
 TAIL_BYTES = 16_000
 END_SECONDS = 20.0

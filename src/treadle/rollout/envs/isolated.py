@@ -12,7 +12,7 @@ from treadle.rollout.envs.base import Reply
 from treadle.rollout.envs.serving import LOADER
 from treadle.rollout.isolation.fault import CallFault, StartFault
 from treadle.rollout.isolation.plain_json import plain_json
-from treadle.rollout.isolation.pool import Work, WorkerPool
+from treadle.rollout.isolation.worker_pool import Work, WorkerPool
 from treadle.types import Prompt, prompt_to_json
 
 

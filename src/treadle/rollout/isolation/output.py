@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from treadle.visible_text import visible_line
+from treadle.printable_text import visible_line
 
 _MAX_LINE_BYTES = 1 << 16
 

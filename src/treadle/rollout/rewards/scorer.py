@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from treadle.errors import RewardError
 from treadle.registry import check_name
 from treadle.rollout.isolation.fault import CallFault
-from treadle.rollout.isolation.pool import Work, WorkerPool
+from treadle.rollout.isolation.worker_pool import Work, WorkerPool
 from treadle.rollout.rewards.builtin import BUILTIN_REWARDS, RewardSettings
 from treadle.rollout.rewards.catalog import RewardSpec, load_reward, make_specs
 from treadle.rollout.rewards.forms import Form, RewardFault, RewardFunction, evaluate

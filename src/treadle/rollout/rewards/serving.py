@@ -8,8 +8,8 @@ from typing import Any
 
 from treadle.errors import RewardError
 from treadle.rollout.isolation.fault import CallFault, StartFault
-from treadle.rollout.isolation.pool import Work, WorkerPool
 from treadle.rollout.isolation.worker import Handler
+from treadle.rollout.isolation.worker_pool import Work, WorkerPool
 from treadle.rollout.rewards.builtin import RewardSettings
 from treadle.rollout.rewards.catalog import RewardSpec, load_reward
 from treadle.rollout.rewards.forms import Form, evaluate, evaluate_async

@@ -13,7 +13,7 @@ import pytest
 
 from treadle.rollout.isolation.fault import CallFault
 from treadle.rollout.isolation.frames import decode_frames, encode_frame
-from treadle.rollout.isolation.pool import Work, WorkerPool
+from treadle.rollout.isolation.worker_pool import Work, WorkerPool
 
 HANDLERS = '''
 import asyncio, os, time

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from treadle.rollout.rewards import RewardInput
-from treadle.rollout.rewards.contract import check_reward
+from treadle.rollout.rewards.reward_contract import check_reward
 
 EXAMPLES = [
     RewardInput("4", label="4", columns={"topics": ["a"]}),

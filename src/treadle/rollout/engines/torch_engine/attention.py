@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treadle.models.attention import LayerAttention, PackedAttention, capped_scores, widened
-from treadle.models.cpu_kernels import CpuKernels, DecodeKernel
+from treadle.models.cpu.decode_kernels import CpuKernels, DecodeKernel
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.kv_store import KVStore
 

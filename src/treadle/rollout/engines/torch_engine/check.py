@@ -16,8 +16,8 @@ from torch import Tensor
 from treadle.errors import ModelError
 from treadle.models.architecture import TOLERANCE, Probe, token_gap
 from treadle.models.attention import PackedAttention
+from treadle.models.cpu.inference import InferenceModel, inference_model
 from treadle.models.forward import head_of, hidden_states
-from treadle.models.inference import InferenceModel, inference_model
 from treadle.models.layout import PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import EngineError
-from treadle.models.cpu_kernels import CpuKernels
+from treadle.models.cpu.decode_kernels import CpuKernels
 from treadle.types import SamplingParams
 
 BLOCK = 256

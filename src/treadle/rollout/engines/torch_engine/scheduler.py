@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from treadle.models.inference import inference_model
+from treadle.models.cpu.inference import inference_model
 from treadle.models.layout import PackedLayout
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention
 from treadle.rollout.engines.torch_engine.check import check_decode

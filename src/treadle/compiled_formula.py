@@ -1,0 +1,121 @@
+"""Formulas that go over rows of numbers once: compiled into one loop where that pays, else tile by tile.
+
+Written with torch's operations a formula reads and writes memory once for each of them, and on a CPU that costs as much
+as the matmuls beside it. `torch.compile` makes one loop of it; where there is no compiler, or too little to do, the same
+operations pass over tiles that stay in the processor's cache. The engine compiles none of these, its first token would wait;
+what it has compiled are C++ files of models/.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.storage.private_folder import compile_cache
+
+CACHE_BYTES = 2 << 20
+"""Of the second-level caches of two cores."""
+COMPILED_FROM = 1 << 18
+"""Numbers in a tensor that are worth a compiled loop: 0.1 ms on one core."""
+
+
+class OnePass:
+    """`formula(*by_row, *whole)`, which writes into its first arguments.
+
+    Row i of what it writes depends on row i of the other tensors in `by_row` and on all of `whole`. What it adds up over
+    rows it adds to a tensor in `whole`.
+    """
+
+    def __init__(self, formula: Callable[..., None]):
+        self.formula = formula
+        self._compiled: Callable[..., None] | None = None
+        self._has_failed = False
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    def __call__(self, *by_row: Tensor, whole: tuple[Any, ...] = ()) -> None:
+        first = by_row[0]
+        if (
+            not self._has_failed
+            and max(x.numel() for x in by_row) >= COMPILED_FROM
+            and not torch.is_inference_mode_enabled()
+            and compiles(first.device.type)
+        ):
+            self._in_one_loop([x.detach() for x in by_row], whole)
+        else:
+            self._in_tiles(by_row, whole)
+
+    def _in_tiles(self, by_row: Any, whole: tuple[Any, ...]) -> None:
+        first = by_row[0]
+        row_bytes = sum(x.numel() * x.element_size() for x in by_row) // max(1, len(first))
+        for rows in tiles(len(first), row_bytes, first.device):
+            self.formula(*(x[rows] for x in by_row), *whole)
+
+    def _in_one_loop(self, by_row: list[Tensor], whole: tuple[Any, ...]) -> None:
+        if self._compiled is None:
+            keep_compiled_code_private()
+            self._compiled = torch.compile(self.formula, dynamic=True, fullgraph=True)
+        parts = [x.detach() if isinstance(x, Tensor) else x for x in whole]
+        try:
+            self._compiled(*by_row, *parts)
+        except torch._dynamo.exc.TorchDynamoException as error:  # nothing has run: the loop could not be made
+            warnings.warn(f"torch.compile failed, going on without it, slower: {str(error)[:300]}", stacklevel=2)
+            self._has_failed = True
+            self._in_tiles(by_row, whole)
+
+
+@functools.cache
+def keep_compiled_code_private() -> None:
+    """Have torch keep what it compiles in a folder of this user; `TORCHINDUCTOR_CACHE_DIR` is followed if it is set.
+
+    Torch runs what it finds there, and its own folder has a name under which another user can make it first. Its
+    precompiled headers ignore the variable, so they are moved by hand.
+    """
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    from torch._inductor import codecache, config
+    from torch._inductor.runtime import cache_dir_utils, runtime_utils
+
+    if chosen in (
+        None,
+        cache_dir_utils.default_cache_dir(),
+    ):  # which torch writes into the variable when it is imported
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache())
+    for module in (codecache, cache_dir_utils, runtime_utils):
+        if hasattr(module, "default_cache_dir"):
+            module.default_cache_dir = lambda: str(compile_cache())
+    if hasattr(codecache, "_HEADER_DIR"):
+        codecache._HEADER_DIR = str(compile_cache() / "precompiled_headers")
+        codecache._HEADER_LOCK_DIR = str(compile_cache() / "precompiled_headers" / "locks")
+    else:
+        config.cpp_cache_precompile_headers = False
+
+
+@functools.cache
+def compiles(device_type: str) -> bool:
+    """True where torch can compile loops for such a device here. `TORCH_COMPILE_DISABLE=1` says no."""
+    if device_type == "cpu":
+        return cpp_compiler() is not None
+    return device_type == "cuda" and not torch._dynamo.config.disable and torch.utils._triton.has_triton()
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler of this machine: `$CXX`, or the first one found. None as well with `TORCH_COMPILE_DISABLE=1`."""
+    if torch._dynamo.config.disable:
+        return None
+    asked = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, [asked] if asked else ["g++", "clang++", "c++"])), None)
+
+
+def tiles(count: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
+    """Slices over `count` rows; `row_bytes` is what the operations on one row read and write. One slice where there is no CPU."""
+    step = max(1, CACHE_BYTES // max(1, row_bytes)) if device.type == "cpu" else max(1, count)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))

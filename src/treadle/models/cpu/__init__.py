@@ -1,0 +1,1 @@
+"""CPU kernels, and the layers that use them."""

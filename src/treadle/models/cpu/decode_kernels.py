@@ -1,0 +1,222 @@
+"""What an engine's decode step does besides its matmuls, compiled for this processor: norms, positions, gate, attention.
+
+For a few rows each of torch's operations costs more than its arithmetic, and attention takes twenty of them a layer;
+here each is one call of decode_kernels.cpp. Without GCC (library.py), or where a model's sizes don't fit, whoever asks
+gets None and goes the plain way. Tests hold one against the other.
+
+Axis letters: `N` rows, `D` hidden size, `F` units of the MLP, `H` query heads, `K` key/value heads, `Q` query heads per
+key/value head, `E` head size, `T` tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from treadle.models.attention import LayerAttention, Pair
+from treadle.models.cpu.library import compiled
+from treadle.models.load import kv_heads_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+CHUNK = 32
+"""Sizes are multiples of it."""
+MOST_ROWS = 8
+"""Up to as many rows, reading a layer's weights takes longer than computing with them; `project` and `finish` are for these."""
+DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+
+
+class CpuKernels:
+    """The compiled functions, for tensors of one dtype in rows that are dense, unless a stride from row to row is allowed."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
+        self.library, self.dtype = library, dtype
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.rms_norm.argtypes = [pointer] * 3 + [number] * 3 + [ctypes.c_float]
+        library.silu_times.argtypes = [pointer] * 2 + [number] * 2
+        library.rotate.argtypes = [pointer] * 4 + [number] * 3
+        library.project.argtypes = [pointer] * 5 + [number]
+        library.finish.argtypes = [pointer] * 4 + [number]
+        library.attend.argtypes = [pointer]
+        library.draw.argtypes, library.draw.restype = [pointer] * 6 + [number] * 2, number
+        for name in ("rms_norm", "silu_times", "rotate", "project", "finish", "attend"):
+            getattr(library, name).restype = None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [N, D] with any stride, weight float32 [D] → `x · weight / √(mean(x²) + eps)` [N, D]."""
+        rows, size = x.shape
+        out = x.new_empty(rows, size)
+        self.library.rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, size, x.stride(0), eps)
+        return out
+
+    def silu_times(self, gate_up: Tensor) -> Tensor:
+        """Gate and up side by side [N, 2·F] → silu(gate) · up [N, F]."""
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        self.library.silu_times(out.data_ptr(), gate_up.data_ptr(), rows, size)
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [N, H, E] with any stride from row to row; cos and sin [N, 1, E] as `signed_halves` gives them → [N, H, E]."""
+        out = x.new_empty(x.shape)
+        rows, heads, _ = x.shape
+        self.library.rotate(out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, x.stride(0))
+        return out
+
+    def draw(self, logits: Tensor, temperature: Tensor, greedy: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, int]:
+        """One token a row by inverse CDF.
+
+        Args:
+            logits: [N, V], dense.
+            temperature: float32 [N], more than 0, of greedy rows 1.
+            greedy: bool [N], rows that take the best token.
+            uniform: float64 [N] in [0, 1).
+
+        Returns:
+            tokens int64 [N], their logprobs float32 [N], and how many rows are not finite.
+        """
+        rows, vocab = logits.shape
+        tokens, logprobs = (logits.new_empty(rows, dtype=dtype) for dtype in (torch.int64, torch.float32))
+        given = (x.data_ptr() for x in (tokens, logprobs, logits, temperature, greedy, uniform))
+        return tokens, logprobs, self.library.draw(*given, rows, vocab)
+
+
+class _Linear(ctypes.Structure):
+    """`Linear` of decode_kernels.cpp."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of decode_kernels.cpp."""
+
+    _fields_ = (
+        *((name, _Linear) for name in ("query", "key", "value", "out", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "norm_query", "norm_key")),
+        *((name, ctypes.c_int64) for name in ("size", "heads", "kv_heads", "units")),
+        *((name, ctypes.c_float) for name in ("eps_in", "eps_mlp", "eps_query", "eps_key")),
+    )
+
+
+class LayerKernel:
+    """A decoder layer of few rows, but for its attention, on the weights as they lie in its module."""
+
+    def __init__(self, layer: Any, kernels: CpuKernels):
+        self._library, dtype = kernels.library, kernels.dtype
+        attention, mlp = layer.self_attn, layer.mlp
+        self._kept: list[Tensor] = []
+        self._head_size = attention.head_dim
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        outs = [part.weight.shape[0] // self._head_size for part in projections]
+        self._heads = sum(outs)
+        of_heads = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else [None, None]
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, *of_heads]
+        linears = *projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self._layer = _Layer(
+            *(_Linear(self._at(part.weight, dtype), self._at(part.bias, dtype)) for part in linears),
+            *(None if norm is None else self._at(norm.weight, torch.float32) for norm in norms),
+            mlp.down_proj.weight.shape[0],
+            outs[0],
+            outs[1],
+            mlp.down_proj.weight.shape[1],
+            *(0.0 if norm is None else norm.variance_epsilon for norm in norms),
+        )
+        self._address = ctypes.addressof(self._layer)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norm, projections and positions of at most `MOST_ROWS` rows x [N, D]: queries, keys and values [N, H + 2·K, E]."""
+        out = x.new_empty(len(x), self._heads, self._head_size)
+        given = (y.data_ptr() for y in (x, cos, sin))
+        self._library.project(out.data_ptr(), self._address, *given, len(x))
+        return out
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention: x [N, D] and what was attended to [N, H, E] → the layer's output [N, D]."""
+        out, attended = x.new_empty(x.shape), attended.contiguous()
+        self._library.finish(out.data_ptr(), self._address, x.data_ptr(), attended.data_ptr(), len(x))
+        return out
+
+    def _at(self, tensor: Tensor | None, dtype: torch.dtype) -> int | None:
+        """Where a tensor lies; it is kept from being freed."""
+        if tensor is None:
+            return None
+        self._kept.append(tensor.detach().to(dtype).contiguous())
+        return self._kept[-1].data_ptr()
+
+
+class _Decode(ctypes.Structure):
+    """`Decode` of decode_kernels.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "row_keys", "row_values")),
+        *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values", "of_prompt", "prompt_totals")),
+        *((name, ctypes.c_void_p) for name in ("out", "places", "slots", "prompt_lengths")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride", "row_span", "prompt_span")),
+        *((name, ctypes.c_int64) for name in ("rows", "kv_heads", "window")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class DecodeKernel:
+    """The attention of one decode step: row i's new token goes to `places[i]`, its prompt is `slots[i]`, of `prompt_lengths[slots[i]]` tokens."""
+
+    def __init__(self, kernels: CpuKernels, places: Tensor, slots: Tensor, prompt_lengths: Tensor):
+        self._attend = kernels.library.attend
+        self._kept = places, slots, prompt_lengths
+        places_at, slots_at, lengths_at = (x.data_ptr() for x in self._kept)
+        self._decode = _Decode(places=places_at, slots=slots_at, prompt_lengths=lengths_at, rows=len(places))
+
+    def attend(
+        self, new: tuple[Tensor, Tensor, Tensor], rows: Pair, prompts: Pair, layer: LayerAttention, known: Pair | None
+    ) -> Tensor:
+        """Keep the new tokens' keys and values, then attend to prompt and row → [N, H, E].
+
+        Args:
+            new: query [N, H, E], key and value [N, K, E], each with any stride from row to row.
+            rows: keys and values [≥ N, K, T, E], written to.
+            prompts: keys and values [slots, K, T, E].
+            known: what the prompts came to [N, H, E] and the log of the sum of their softmax, float32 [N, H], where that
+                was computed before; the prompts are not read then.
+        """
+        query, key, value = new
+        out = query.new_empty(query.shape)
+        decode = self._decode
+        decode.query, decode.key, decode.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        decode.query_stride, decode.key_stride, decode.value_stride = query.stride(0), key.stride(0), value.stride(0)
+        decode.row_keys, decode.row_values = rows[0].data_ptr(), rows[1].data_ptr()
+        decode.prompt_keys, decode.prompt_values = prompts[0].data_ptr(), prompts[1].data_ptr()
+        decode.of_prompt, decode.prompt_totals = (None, None) if known is None else (x.data_ptr() for x in known)
+        decode.row_span, decode.prompt_span = rows[0].shape[2], prompts[0].shape[2]
+        decode.out, decode.kv_heads = out.data_ptr(), key.shape[1]
+        decode.window, decode.scale = layer.sliding_window or 0, layer.scaling
+        self._attend(ctypes.byref(decode))
+        return out
+
+
+def cpu_kernels(config: PretrainedConfig, dtype: torch.dtype) -> CpuKernels | None:
+    """The kernels for a model's sizes, or None where there is no compiler or a size does not fit."""
+    heads, (kv_heads, head_size) = config.num_attention_heads, kv_heads_of(config)
+    fits = all(size % CHUNK == 0 for size in (head_size, config.hidden_size, config.intermediate_size))
+    if not fits or dtype not in DTYPES or heads % kv_heads:
+        return None
+    return load_kernels(dtype, heads // kv_heads, head_size)
+
+
+@functools.cache
+def load_kernels(dtype: torch.dtype, heads_per_kv_head: int, head_size: int) -> CpuKernels | None:
+    """The kernels for a shape of heads, head_size a multiple of 32; compiled where the cache has none."""
+    sizes = {
+        "DTYPE": DTYPES[dtype],
+        "HEADS_PER_KV_HEAD": heads_per_kv_head,
+        "HEAD_SIZE": head_size,
+        "ITEM_SIZE": dtype.itemsize,
+    }
+    library = compiled(SOURCE, sizes)
+    return None if library is None else CpuKernels(library, dtype)

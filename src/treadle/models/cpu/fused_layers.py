@@ -1,0 +1,209 @@
+"""Attention's projections and the gated MLP of a decoder layer with backward passes of their own.
+
+On a CPU a training step spends as long moving activations through memory as in matmuls. Here queries, keys and values
+come from one matmul; what is element by element is done in one pass (one_pass.py). A module that is replaced keeps its
+parameters under the same names, so checkpoints, sharding and the engine do not notice, and computes as before where it
+is asked for something else.
+
+Axis letters: `N` tokens, `D` hidden size, `F` units of the MLP, `H` heads, `E` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from treadle.compiled_formula import OnePass
+from treadle.models.attention import PLAN_KEY, LayerAttention, LayerRecorder
+from treadle.models.cpu.matmul import weight_gradient
+
+FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Architectures whose layer is: norm, attention with rotary positions, norm, gated MLP with SiLU."""
+
+
+@OnePass
+def _gate(hidden: Tensor, gated: Tensor, upped: Tensor) -> None:
+    hidden.copy_(F.silu(gated) * upped)
+
+
+@OnePass
+def _gate_gradients(
+    hidden: Tensor, of_gated: Tensor, of_upped: Tensor, of_hidden: Tensor, gated: Tensor, upped: Tensor
+) -> None:
+    """Gradients of gated and upped, and once more what they make."""
+    active = F.silu(gated)
+    hidden.copy_(active * upped)
+    of_upped.copy_(of_hidden * active)
+    of_gated.copy_(torch.ops.aten.silu_backward(of_hidden * upped, gated))
+
+
+class _GatedMLP(torch.autograd.Function):
+    """`(silu(x Wgᵀ) · (x Wuᵀ)) Wdᵀ`; x [N, D] → [N, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gated, upped = x @ gate.T, x @ up.T
+        hidden = torch.empty_like(gated)
+        _gate(hidden, gated, upped)
+        ctx.save_for_backward(x, gated, upped, gate, up, down)
+        return hidden @ down.T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, gated, upped, gate, up, down = ctx.saved_tensors
+        of_hidden = grad @ down
+        hidden, of_gated, of_upped = (torch.empty_like(gated) for _ in range(3))
+        _gate_gradients(hidden, of_gated, of_upped, of_hidden, gated, upped)
+        of_x = torch.addmm(of_gated @ gate, of_upped, up)
+        return of_x, weight_gradient(of_gated, x), weight_gradient(of_upped, x), weight_gradient(grad, hidden)
+
+
+class _StackedLinear(torch.autograd.Function):
+    """Linear layers of the same input side by side: x [N, D], weights [O, D], biases [O] or none → [N, sum of O]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *weights_and_biases: Tensor) -> Tensor:
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.has_biases = bool(biases)
+        return F.linear(x, _stacked(weights), _stacked(biases) if biases else None)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        sizes = [len(weight) for weight in weights]
+        of_weights = weight_gradient(grad, x).split(sizes)
+        of_biases = grad.sum(0).split(sizes) if ctx.has_biases else ()
+        return grad @ _stacked(weights), None, *of_weights, *of_biases
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
+@OnePass
+def _rotation(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    out.copy_(rotate(x, cos, sin))
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotary positions: x [N, H, E] · cos + (its halves swapped) · sin; cos and sin [N, 1, E] as `signed_halves` gives them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _rotation(out, x, cos, sin)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        _rotation(out, grad, cos, -sin)
+        return out, None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions as in `_Rotation`; a negated sine turns them back."""
+    one, other = x.chunk(2, dim=-1)
+    return torch.cat([other, one], dim=-1).mul_(sin).addcmul_(x, cos)
+
+
+def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rotate` wants, [N, 1, E], of what transformers' rotary embedding gives, [1, N, E], halves alike: the first of sin negated."""
+    half = sin.shape[-1] // 2
+    return cos[0, :, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[0, :, None]
+
+
+class FusedMLP(nn.Module):
+    """A gated MLP with SiLU and without biases."""
+
+    def __init__(self, mlp: Any):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self._plain = (mlp,)  # in a tuple: its parameters are ours already
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        if isinstance(weights[0], DTensor):  # split over neighbours: its layers know how
+            return self._plain[0](x)
+        return _GatedMLP.apply(x.flatten(0, -2), *weights).view_as(x)
+
+
+class FusedAttention(nn.Module):
+    """Attention with rotary positions, of one packed row."""
+
+    def __init__(self, attention: Any):
+        super().__init__()
+        self.declared, self.head_dim = declared_attention(attention), attention.head_dim
+        self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
+        self.o_proj = attention.o_proj
+        if hasattr(attention, "q_norm"):
+            self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self._plain = (attention,)
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
+        plan = kwargs.get(PLAN_KEY)
+        if plan is None or isinstance(self.q_proj.weight, DTensor):
+            return self._plain[0](hidden_states, position_embeddings=position_embeddings, **kwargs)
+        layers = self.q_proj, self.k_proj, self.v_proj
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        weights = [layer.weight for layer in layers]
+        heads = _StackedLinear.apply(hidden_states.squeeze(0), len(layers), *weights, *biases)
+        heads = heads.view(hidden_states.shape[1], -1, self.head_dim)
+        own, shared = (layer.out_features // self.head_dim for layer in layers[:2])
+        query_key, value = heads.split([own + shared, shared], dim=1)
+        if hasattr(self, "q_norm"):
+            parts = query_key.split([own, shared], dim=1)
+            query_key = torch.cat([self.q_norm(parts[0]), self.k_norm(parts[1])], dim=1)
+        query_key = _Rotation.apply(query_key, *signed_halves(*position_embeddings))
+        query, key = query_key.split([own, shared], dim=1)
+        out = plan.attend(query, key, value, self.declared)
+        bias = () if self.o_proj.bias is None else (self.o_proj.bias,)
+        return _StackedLinear.apply(out.flatten(1), 1, self.o_proj.weight, *bias).unsqueeze(0), None
+
+
+def declared_attention(attention: nn.Module) -> LayerAttention:
+    """Return what an attention module passes to the attention function besides queries, keys and values.
+
+    The module runs once, on tensors without memory: a window counts only if the module applies it. A Llama config may
+    name a `sliding_window` that its layers ignore.
+    """
+    part: Any = attention
+    meta = torch.device("meta")
+    weights = {name: torch.empty_like(p, device=meta) for name, p in attention.named_parameters()}
+    dtype = part.q_proj.weight.dtype
+    hidden = torch.empty(1, 1, part.q_proj.in_features, dtype=dtype, device=meta)
+    turn = torch.empty(1, 1, part.head_dim, dtype=dtype, device=meta)
+    recorder = LayerRecorder()
+    known = {"position_embeddings": (turn, turn), "attention_mask": None, PLAN_KEY: recorder}
+    with torch.no_grad():
+        torch.func.functional_call(attention, weights, (hidden,), known)
+    (call,) = recorder.calls
+    return call.layer
+
+
+def fuse_layers(model: Any) -> int:
+    """Replace attention and MLP of the layers of a known architecture, where biases allow; returns how many layers it has."""
+    config = model.config
+    if config.model_type not in FUSED_MODEL_TYPES or config.hidden_act != "silu":
+        return 0
+    for layer in model.base_model.layers:
+        mlp = layer.mlp
+        if all(part.bias is None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+            layer.mlp = FusedMLP(mlp)
+        biases = [
+            part.bias is None for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        ]
+        if len(set(biases)) == 1:
+            layer.self_attn = FusedAttention(layer.self_attn)
+    return len(model.base_model.layers)

@@ -1,0 +1,45 @@
+"""Gradients of linear layers' weights, on CPUs with AMX tiles in a compiled call.
+
+torch's matmul takes half as long again, or twice as long, for a left side that is a transpose; matmul.cpp turns it
+while it packs it. Elsewhere it is that matmul; tests hold one against the other.
+
+Axis letters: `N` tokens, `O` outputs, `D` inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treadle.models.cpu.library import compiled, with_tiles
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+WORTH_A_CALL = 1 << 24
+"""Products."""
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """grad [N, O] and x [N, D] → gradᵀ x [O, D], summed in float32 where both are bfloat16."""
+    outputs, inputs = grad.shape[1], x.shape[1]
+    is_here = all(y.dtype == torch.bfloat16 and y.device.type == "cpu" and y.stride(1) == 1 for y in (grad, x))
+    library = matmul_library() if is_here and len(x) * outputs * inputs > WORTH_A_CALL else None
+    if library is None:
+        return grad.T @ x
+    out = x.new_empty(outputs, inputs)
+    pointers = (y.data_ptr() for y in (out, grad, x))
+    library.weight_gradient(*pointers, grad.stride(0), x.stride(0), len(x), outputs, inputs)
+    return out
+
+
+@functools.cache
+def matmul_library() -> ctypes.CDLL | None:
+    """matmul.cpp, where the processor has tiles."""
+    library = with_tiles(compiled(SOURCE, {}))
+    if library is not None:
+        library.weight_gradient.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5
+        library.weight_gradient.restype = None
+    return library

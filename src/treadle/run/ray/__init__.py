@@ -1,0 +1,1 @@
+"""The cluster runtime: everything that knows Ray."""

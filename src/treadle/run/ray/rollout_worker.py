@@ -1,0 +1,197 @@
+"""The worker that collects rollouts: prompts, rewards, evaluation sets, and the pool of engines it starts."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from treadle.chat import load_codec
+from treadle.data import PromptSource
+from treadle.errors import EngineLostError
+from treadle.metrics import Metric, metric
+from treadle.models.context import context_length
+from treadle.models.load import load_config
+from treadle.rollout.engines.base import Engine
+from treadle.rollout.engines.pool import EnginePool, OnPublish
+from treadle.rollout.filters import load_filter
+from treadle.run import build
+from treadle.run.loop import Collection
+from treadle.run.notes import Note, Notes
+from treadle.run.ray.calls import ask_engine
+from treadle.run.ray.engine_worker import EngineActor, RemoteEngine
+from treadle.run.ray.placement import Places, worker_options
+from treadle.run.ray.worker_setup import WorkerSetup, enter_worker
+from treadle.run.rollouts import Generation, Rollouts
+from treadle.run.servers import is_server, pool_limits
+from treadle.run.state import random_state, seed_everything, set_random_state
+from treadle.types import Group
+from treadle.weights import Offer
+from treadle.weights.named import HOLDS_EVERYTHING
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What the driver sees of the rollout worker while it waits: the phase, its notes, and whether an engine that was
+    started anew waits for a publish."""
+
+    phase: tuple[str, int, int] | None
+    notes: list[Note]
+    wants_weights: bool
+
+
+class RolloutActor:
+    """One for a run. It starts the engines and starts them anew."""
+
+    def __init__(self, setup: WorkerSetup, places: Places):
+        enter_worker(setup)
+        self._setup, self._config, self._places = setup, setup.config, places
+        self._codec = load_codec(setup.model_path, setup.config.data.template_kwargs)
+        self._notes = Notes()
+        self._num_workers: dict[int, int] = {}  # by engine
+        self._stack = AsyncExitStack()
+        self._phase: tuple[str, int, int] | None = None
+        self._source: PromptSource | None = None
+        self._offer: Offer | None = None  # the newest that all engines took
+        self._version: int | None = None  # of weights that engines were loaded with, in a run that never trains
+        self._engines: dict[int, RemoteEngine] = {}  # the newest of each seat of the pool
+        self._waiting = 0  # engines that were started anew and can get weights by the next publish only
+        seed_everything(setup.config.train.seed)
+
+    async def load(self) -> int:
+        """Read the prompts; how many there are."""
+        config, codec, longest = self._config, self._codec, self._setup.max_prompt
+        self._source = await asyncio.to_thread(build.load_source, config, codec, longest, self._notes)
+        return len(self._source)
+
+    async def open(self) -> None:
+        """Start engines and rewards, and load the evaluation sets."""
+        config, cluster = self._config, self._config.cluster
+        starting = [asyncio.create_task(self._start_engine(i)) for i in range(cluster.num_engines)]
+        scorer = await build.open_scorer(config, config.reward, self._stack)
+        sets = await build.open_eval_sets(config, self._codec, self._setup.max_prompt, scorer, self._stack)
+        engines: list[RemoteEngine | None] = []
+        for task in starting:
+            try:
+                engines.append(await task)
+            except EngineLostError as error:  # the pool starts it again
+                self._notes.warn(str(error))
+                engines.append(None)
+        self._pool = EnginePool(engines, self._restart_engine, pool_limits(config), self._notes.warn)
+        self._stack.push_async_callback(self._pool.close)
+        context = context_length(load_config(self._setup.model_path))
+        manager = await build.open_manager(config, self._pool, self._codec, context, self._stack)
+        keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
+        self._rollouts = Rollouts(config, Generation(manager, self._source, scorer, sets, keep), self._show)
+
+    def _show(self, phase: str, done: int, total: int) -> None:
+        self._phase = (phase, done, total)
+
+    async def _start_engine(self, index: int) -> RemoteEngine:
+        import ray
+
+        cluster = self._config.cluster
+        options = worker_options(self._config, self._places, self._places.engines[index], shares=cluster.colocate)
+        actor = ray.remote(EngineActor).options(**options).remote(self._setup, index)
+        name = f"engine {index}"
+        seconds = cluster.worker_start_timeout_seconds
+        if is_server(self._config):
+            seconds += self._config.engine.engine_start_timeout_seconds
+        self._num_workers[index] = await ask_engine(actor.start.remote(), name, "its start", seconds)
+        limits = cluster.health_check_timeout_seconds, cluster.train_timeout_seconds
+        self._engines[index] = RemoteEngine(actor, name, *limits)
+        return self._engines[index]
+
+    async def _restart_engine(self, index: int) -> Engine:
+        """The same with the weights that the others have: from the offer, or by a publish that the driver is asked for."""
+        engine = await self._start_engine(index)
+        if self._version is not None:
+            await engine.set_version(self._version)
+        elif self._offer is not None and self._offer.transport in HOLDS_EVERYTHING:
+            await engine.receive(self._offer)
+        elif self._offer is not None:
+            self._waiting += 1
+        return engine
+
+    async def num_receivers(self) -> int:
+        """Processes that receive weights. An engine that did not start yet has as many as the others."""
+        known = self._num_workers.values()
+        return sum(known) + max(known, default=1) * (self._config.cluster.num_engines - len(known))
+
+    # What the loop asks for
+
+    async def collect(self, rollout_id: int) -> Collection:
+        return await self._rollouts.collect(rollout_id)
+
+    async def evaluate(self) -> list[tuple[str, list[Group]]]:
+        return await self._rollouts.evaluate()
+
+    async def prepare(self, on_publish: OnPublish) -> None:
+        """Make all engines ready for new weights, which come next."""
+        await self._pool.prepare(on_publish)
+
+    async def receive(self, offer: dict[str, Any]) -> None:
+        """Bring all engines to the offered weights, whole."""
+        given = Offer.from_json(offer)
+
+        async def apply(engine: Engine) -> None:
+            assert isinstance(engine, RemoteEngine)
+            await engine.receive(given)
+
+        await self._pool.update(apply)
+        self._offer, self._waiting = given, 0
+
+    async def set_version(self, version: int) -> None:
+        """Say what the weights are called in a run that never trains."""
+        self._version = version
+
+        async def apply(engine: Engine) -> None:
+            assert isinstance(engine, RemoteEngine)
+            await engine.set_version(version)
+
+        await self._pool.prepare("wait")
+        await self._pool.update(apply)
+
+    async def offload(self) -> list[Metric]:
+        """Free what the engines hold on their devices; the most memory they had."""
+        await self._pool.sleep()
+        return [metric("perf/engine_awake_gib", gib) for gib in self._turns()]
+
+    async def onload_weights(self) -> list[Metric]:
+        """Give the engines memory for their weights; the most they had without."""
+        await self._pool.wake("weights")
+        return [metric("perf/engine_asleep_gib", gib) for gib in self._turns()]
+
+    def _turns(self) -> list[float]:
+        """The most memory of each engine in the turn that ended, GiB, where that is known."""
+        return [engine.turn_gib for engine in self._engines.values() if engine.turn_gib is not None]
+
+    async def onload_kv(self) -> None:
+        await self._pool.wake("kv")
+
+    async def state(self, done: int) -> dict[str, Any]:
+        """Where prompts and random generators stand for a run that resumes at rollout `done`; JSON values."""
+        return {"source": self._rollouts.state(done), "rollout_random": random_state()}
+
+    async def load_state(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+        assert self._source is not None
+        if "source" in state:
+            self._source.load_state(state["source"])
+        if "rollout_random" in state:
+            set_random_state(state["rollout_random"])
+
+    async def skip(self, rollouts: int) -> None:
+        """Pass over the prompts of the first rollouts, for a run that starts in the middle."""
+        assert self._source is not None
+        self._source.next_prompts(rollouts * self._config.rollout.rollout_batch_size)
+
+    async def glance(self) -> Glance:
+        return Glance(self._phase, self._notes.take(), self._waiting > 0)
+
+    async def alive(self) -> None:
+        """A sign of life."""
+
+    async def close(self) -> None:
+        await self._stack.aclose()

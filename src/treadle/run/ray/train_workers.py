@@ -1,0 +1,297 @@
+"""The workers that train the policy: one process for each rank, and the group of them that the driver sees.
+
+The driver plans a rollout and puts each rank's share into the object store once; ranks exchange gradients among
+themselves. The first rank sends the weights and makes the checkpoints, to which all of them write. A critic with workers
+of its own trains beside them: values and returns go from rank to rank through the object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from treadle.chat import load_codec
+from treadle.config import batch_arithmetic, recorded
+from treadle.metrics import Metric, metric
+from treadle.run import build
+from treadle.run.ray.critic_workers import CriticActor, CriticGroup
+from treadle.run.ray.health import Watched
+from treadle.run.ray.placement import Bundle, Places
+from treadle.run.ray.rank_workers import Meeting, RankActor, RankGroup, Trained, all_of
+from treadle.run.ray.worker_setup import WorkerSetup
+from treadle.run.state import random_state
+from treadle.training.batch_plan import PlannedRollout, Planner, RankShare, TokenNumbers, numbers_at
+from treadle.training.checkpoint import Checkpoint, save_checkpoint
+from treadle.training.critic import FOLDER as CRITIC_FOLDER
+from treadle.training.worker import Rollout
+from treadle.types import Group
+from treadle.weights import SentWeights, WeightSender
+from treadle.weights.named import TransportPlan, open_sender
+
+
+class TrainActor(RankActor):
+    """The trainer of one rank in a process of its own."""
+
+    def __init__(self, setup: WorkerSetup, teacher_path: str | None):
+        super().__init__(setup)
+        self._teacher_path = teacher_path
+        self._sender: WeightSender | None = None
+        self._whole: dict[str, torch.Tensor] = {}  # of a sharded model, on the first rank
+        self._saves = 0
+        self._rollout: Rollout | None = None  # where it is trained in parts
+
+    def build(self, meeting: Meeting, num_rollout: int, checkpoint: str | None) -> int:
+        """Join the ranks and load model, reference, critic and teacher, then the checkpoint; which share is this rank's."""
+        config = self._config
+        grid = self._meet(meeting)
+        model = build.load_on_ranks(config, self._setup.model_path, grid)
+        elsewhere = config.cluster.num_critic_workers > 0
+        self._trainer = build.build_trainer(
+            config, model, num_rollout, self._notes, self._teacher_path, critic_elsewhere=elsewhere
+        )
+        if grid.is_first:
+            self._trainer.try_writing(load_codec(self._setup.model_path).save)
+        if checkpoint is not None:
+            self._trainer.load(self._found(checkpoint))
+        return grid.data.rank
+
+    def train(self, share: RankShare, rollout_id: int) -> Trained:
+        """The rollout's optimizer steps on this rank's share."""
+        return self._trained(self._trainer.train_share(share, rollout_id))
+
+    # The same in parts, with a critic elsewhere
+
+    def score(self, share: RankShare) -> None:
+        """What the models of this group say of the share's samples."""
+        self._rollout = self._trainer.score(share)
+
+    def spread(self, *values: TokenNumbers) -> TokenNumbers:
+        """Advantages, with the critic's values; the returns of the share's samples."""
+        assert self._rollout is not None, "scores come first"
+        places = self._rollout.share.places
+        batch = replace(self._rollout.batch, values=numbers_at(places, values))
+        self._rollout = self._trainer.spread(replace(self._rollout, batch=batch))
+        returns = self._rollout.batch.returns
+        assert returns is not None
+        return TokenNumbers(places, batch.lengths, returns)
+
+    def take_steps(self, rollout_id: int) -> Trained:
+        """The rollout's optimizer steps on the scored share."""
+        assert self._rollout is not None, "advantages come first"
+        rollout, self._rollout = self._rollout, None
+        return self._trained(self._trainer.take_steps(rollout, rollout_id))
+
+    def _trained(self, metrics: Sequence[Any]) -> Trained:
+        speaks = self._trainer.policy.grid.is_first
+        return Trained([*metrics, *self._memory(self._trainer.device, speaks=speaks)], self._notes.take())
+
+    def save(self, folder: Path, done: int, state: dict[str, Any], critic: Path | None) -> None:
+        """Write a checkpoint with all ranks; `state` is what the other parts of the run need to resume, `critic` where
+        the critic's part of it was written, which the first rank moves to its place."""
+        trainer, world = self._trainer, self._trainer.policy.grid.world
+        self._saves += 1
+        told = _Told(f"save-{self._saves}", is_alone=world.is_alone)
+        if world.rank > 0:
+            for what, write in (("model", trainer.write_model), ("rest", trainer.write_rest)):
+                path = told.hear(what)
+                if path is None:
+                    return  # the first rank gave up, and says why
+                write(path)
+            return
+
+        def write_model(path: Path) -> None:
+            told.tell("model", path)
+            trainer.write_model(path)
+            load_codec(self._setup.model_path).save(path)
+
+        def write_rest(path: Path) -> None:
+            told.tell("rest", path)
+            trainer.write_rest(path)
+            if critic is not None:
+                os.replace(critic, path / CRITIC_FOLDER)
+
+        own = {**trainer.state(), "random": random_state(), "dtype": self._config.model.dtype}
+        try:
+            save_checkpoint(
+                folder,
+                done,
+                write_model=write_model,
+                write_rest=write_rest,
+                optimizer=None if trainer.policy.is_sharded else trainer.optimizer.state_tensors(),
+                state={**own, **state},
+                config=recorded(self._config),
+                keep=self._config.checkpoint.keep_checkpoints,
+            )
+        finally:
+            told.end()
+            if critic is not None:
+                shutil.rmtree(critic, ignore_errors=True)  # there is none where it was moved
+
+    # Weights
+
+    def connect(self, plan: TransportPlan) -> None:
+        """Open the sending end, on the first rank. Of a sharded model it holds a whole copy in host memory."""
+        trainer = self._trainer
+        if trainer.policy.is_sharded:
+            specs = trainer.weight_specs()
+            self._whole = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+        tensors = self._whole or dict(trainer.model.named_parameters())
+        self._sender = open_sender(plan, SentWeights(tensors))
+
+    def offer(self, version: int) -> dict[str, Any] | None:
+        """Make the weights of now ready; what the engines are to be told, from the first rank. All ranks call this."""
+        if self._trainer.policy.is_sharded:
+            for name, weight in self._trainer.full_parameters():
+                if self._whole:
+                    self._whole[name].copy_(weight)
+        return None if self._sender is None else self._sender.offer(version).to_json()
+
+    def deliver(self) -> None:
+        """Take part in the exchange, where the transport needs it."""
+        assert self._sender is not None, "connect first"
+        self._sender.deliver()
+
+    # Memory
+
+    def sleep(self) -> float:
+        """Move weights and optimizer off the device, nothing on a CPU; the most memory of the turn that ends, in GiB."""
+        return self._turn_ends(self._trainer.device, self._trainer.sleep)
+
+    def wake(self) -> float:
+        return self._turn_ends(self._trainer.device, self._trainer.wake)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        super().close()
+
+
+class _Told:
+    """What the first rank tells the others during a save: the folder of each part, or that it gave up."""
+
+    def __init__(self, name: str, *, is_alone: bool):
+        self._name, self._store = name, None if is_alone else dist.distributed_c10d._get_default_store()
+        self._left = ["model", "rest"]
+
+    def tell(self, what: str, path: Path) -> None:
+        if self._store is not None:
+            self._store.set(f"{self._name}-{what}", str(path))
+        self._left.remove(what)
+
+    def hear(self, what: str) -> Path | None:
+        """The folder, or None where there will be none; waits as long as the ranks' deadline."""
+        assert self._store is not None
+        text = self._store.get(f"{self._name}-{what}").decode()
+        return Path(text) if text else None
+
+    def end(self) -> None:
+        """Nobody waits for what was not told."""
+        for what in self._left:
+            if self._store is not None:
+                self._store.set(f"{self._name}-{what}", "")
+        self._left = []
+
+
+class TrainGroup(RankGroup):
+    """All ranks of the policy, and of a critic of its own where there is one. A rank that dies or is late is a
+    `WorkerLostError`: the run can be resumed."""
+
+    def __init__(self, setup: WorkerSetup, places: Places, teacher_path: str | None, warn: Callable[[str], None]):
+        super().__init__(TrainActor, "train worker", setup, places, teacher_path)
+        self._seconds = setup.config.cluster.train_timeout_seconds
+        self._planner = Planner(setup.config, batch_arithmetic(setup.config), self.spec.num_data_ranks, warn)
+        self._critic = CriticGroup(CriticActor, "critic worker", setup, places) if places.critic else None
+
+    def _bundles(self, places: Places) -> tuple[Bundle, ...]:
+        return places.train
+
+    @property
+    def all_actors(self) -> list[Any]:
+        return [*self.actors, *([] if self._critic is None else self._critic.actors)]
+
+    def watched(self) -> list[Watched]:
+        return [*super().watched(), *([] if self._critic is None else self._critic.watched())]
+
+    async def build(self, num_rollout: int, checkpoint: Checkpoint | None) -> None:
+        """Have all ranks meet, load their models and go to where the checkpoint was taken."""
+        waits = [super().build(num_rollout, checkpoint)]
+        if self._critic is not None:
+            waits.append(self._critic.build(num_rollout, checkpoint))
+        await asyncio.gather(*waits)
+        if checkpoint is not None:
+            self._planner.load_state(dict(checkpoint.state))
+
+    async def train(self, groups: Sequence[Group], rollout_id: int) -> Trained:
+        """Take the optimizer steps of one rollout; the metrics of all ranks."""
+        planned = await asyncio.to_thread(self._planner.prepare, groups)
+        shares = self.put(await asyncio.to_thread(self._planner.deal, planned, self.spec.num_data_ranks))
+        what = f"training of rollout {rollout_id}"
+        if self._critic is None:
+            refs = [actor.train.remote(share, rollout_id) for actor, share in zip(self.actors, shares, strict=True)]
+            trained: list[Trained] = await all_of(self.calls(what, refs), self._seconds)
+        else:
+            trained = await self._train_both(self._critic, planned, shares, rollout_id)
+        return Trained([m for part in trained for m in part.metrics], [n for part in trained for n in part.notes])
+
+    async def _train_both(
+        self, critic: CriticGroup, planned: PlannedRollout, shares: Sequence[Any], rollout_id: int
+    ) -> list[Trained]:
+        """Values, returns, and then the steps of both groups at the same time.
+
+        All is asked for at once: a call starts when what it needs has come from the other group.
+        """
+        what = f"training of rollout {rollout_id}"
+        scored = [actor.score.remote(share) for actor, share in zip(self.actors, shares, strict=True)]
+        dealt = await asyncio.to_thread(self._planner.deal, planned, critic.spec.num_data_ranks)
+        values = critic.values(dealt)
+        returns = [actor.spread.remote(*critic.one_each(values)) for actor in self.actors]
+        first = [
+            *self.calls(f"scores for {what}", scored),
+            *critic.calls(f"values for {what}", values),
+            *self.calls(f"advantages for {what}", returns),
+        ]
+        steps = self.calls(what, [actor.take_steps.remote(rollout_id) for actor in self.actors])
+        steps += critic.train(rollout_id, self.one_each(returns))
+        return (await all_of([*first, *steps], self._seconds))[len(first) :]
+
+    async def save(self, folder: Path, done: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint; raises `CheckpointError` where that fails and training can go on."""
+        whole, part = {**self._planner.state(), **state}, None
+        if self._critic is not None:
+            name = f"{done:06d}_{uuid.uuid4().hex[:8]}"
+            part, whole["critic_steps"] = await self._critic.write(folder.absolute(), name, self._seconds)
+        refs = [actor.save.remote(folder, done, whole, part) for actor in self.actors]
+        await all_of(self.calls(f"the save after {done} rollouts", refs), self._seconds)
+
+    async def connect(self, plan: TransportPlan) -> None:
+        await self._first("the sending end of the weights", self.actors[0].connect.remote(plan))
+
+    async def offer(self, version: int) -> dict[str, Any]:
+        """Make the weights of now ready; the offer for the engines."""
+        refs = [actor.offer.remote(version) for actor in self.actors]
+        offers = await all_of(self.calls(f"the offer of version {version}", refs), self._seconds)
+        return dict(offers[0])
+
+    async def deliver(self, version: int) -> None:
+        await self._first(f"the delivery of version {version}", self.actors[0].deliver.remote())
+
+    async def sleep(self) -> list[Metric]:
+        calls = [*self.sleeping(), *([] if self._critic is None else self._critic.sleeping())]
+        return [metric("perf/train_awake_gib", gib) for gib in await all_of(calls, self._seconds)]
+
+    async def wake(self) -> list[Metric]:
+        calls = [*self.waking(), *([] if self._critic is None else self._critic.waking())]
+        return [metric("perf/train_asleep_gib", gib) for gib in await all_of(calls, self._seconds)]
+
+    async def _first(self, what: str, ref: Any) -> None:
+        await all_of(self.calls(what, [ref]), self._seconds)

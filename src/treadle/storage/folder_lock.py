@@ -1,0 +1,120 @@
+"""A lock on a folder that ends with its process, however that ends; it says who holds it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, ClassVar
+
+from treadle.errors import ConfigError
+from treadle.storage.regular_file import read_regular
+
+FILE = ".lock"
+
+
+class FolderLock:
+    """The hold of this process on a folder; nothing that it starts or forks keeps it."""
+
+    _held: ClassVar[set[int]] = set()  # descriptors, which a forked child must close
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]):
+        """Lock the folder, which exists.
+
+        A file system without locks is warned of, and nothing is locked then. Raises `ConfigError`, which names the
+        holder, if another process has the lock, or if the folder can't be written.
+        """
+        self.path = folder / FILE
+        self._descriptor = -1
+        while not self._is_own_file():  # a holder that ended meanwhile has removed the file
+            self._close()
+            self._descriptor = self._open(folder)
+            self._lock(folder, warn)
+        FolderLock._held.add(self._descriptor)
+        with suppress(OSError):  # who holds it is only for people
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(_this_process()).encode(), 0)
+
+    def close(self) -> None:
+        """Give the folder back; may be called twice."""
+        if self._descriptor < 0:
+            return
+        if self._is_own_file():
+            self.path.unlink(missing_ok=True)
+        FolderLock._held.discard(self._descriptor)
+        self._close()
+
+    def _open(self, folder: Path) -> int:
+        flags = os.O_CREAT | os.O_CLOEXEC
+        try:
+            try:
+                return os.open(self.path, os.O_RDWR | flags, 0o666)
+            except PermissionError:  # another user's file in a folder of a group
+                if not self.path.exists():
+                    raise
+                return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"{folder} can't be written ({error.strerror}); give another folder") from error
+
+    def _lock(self, folder: Path, warn: Callable[[str], None]) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._close()
+            raise ConfigError(
+                f"{folder} is in use by {_holder(self.path)}; wait until it has ended, or give another folder"
+            ) from error
+        except OSError as error:
+            warn(f"{folder} is on a file system without locks ({error.strerror}): see that no other run uses it")
+
+    def _is_own_file(self) -> bool:
+        """True if the open file is the one in the folder."""
+        if self._descriptor < 0:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except OSError:
+            return False
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        for descriptor in cls._held:
+            with suppress(OSError):
+                os.close(descriptor)
+        cls._held = set()
+
+
+os.register_at_fork(after_in_child=FolderLock._after_fork)
+
+
+def _this_process() -> dict[str, Any]:
+    """Return what is said of the holder: no flags, for some are secret."""
+    words = takewhile(lambda word: not word.startswith("-"), sys.argv[1:])
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.now().isoformat(" ", "seconds"),
+        "command": " ".join([Path(sys.argv[0]).name if sys.argv else "python", *words]),
+    }
+
+
+def _holder(path: Path) -> str:
+    """Return who holds a lock, in words."""
+    try:
+        found = json.loads(read_regular(path, most=1 << 16))
+        words = f"process {int(found['pid'])} on {found['host']} ({found['command']}, since {found['since']})"
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
+        return "another run"
+    return words if words.isprintable() and len(words) < 500 else "another run"
