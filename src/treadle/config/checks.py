@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from treadle.config import rules_cluster, rules_engine, rules_rollout, rules_run, rules_training  # noqa: F401
 from treadle.config.conditions import Condition, Part, shown
-from treadle.config.fields import config_fields, did_you_mean
+from treadle.config.fields import config_fields
 from treadle.config.findings import RULES, Finding, fault
 from treadle.config.secrets import without_secrets
 from treadle.config.sections import Config
 from treadle.config.values import written
 from treadle.errors import ConfigError
+from treadle.registry import suggestion
 
 _PART_OF_SECTION: dict[str, Part] = {
     **dict.fromkeys(("model", "algorithm", "critic", "optim", "train"), "train"),
@@ -58,7 +59,7 @@ def unknown_names(config: Config, parts: set[Part]) -> Iterator[Finding]:
         if not field.names or not isinstance(name, str) or name in field.names:
             continue
         if _PART_OF_SECTION.get(field.section, "run") in parts:
-            yield fault(f"{field.name} {name!r} is unknown{did_you_mean(name, list(field.names))}")
+            yield fault(f"{field.name} {name!r} is unknown{suggestion(name, list(field.names), most_listed=12)}")
 
 
 def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:

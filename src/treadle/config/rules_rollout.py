@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from treadle.catalog import REWARDS
 from treadle.config.data_section import EvalOverride, parse_eval_sets
-from treadle.config.fields import did_you_mean
 from treadle.config.findings import Finding, fault, rule, warning
 from treadle.config.sections import Config
 from treadle.config.values import written
 from treadle.errors import ConfigError
+from treadle.registry import suggestion
 
 _ESCAPE = re.compile(r"\\[nt]")
 
@@ -108,7 +108,7 @@ def rewards_are_known(config: Config) -> Iterator[Finding]:
     for where, name in sorted(used):
         if ":" not in name and name not in REWARDS:
             yield fault(
-                f"{where} {name!r} is unknown{did_you_mean(name, list(REWARDS))} (your own is package.module:function)"
+                f"{where} {name!r} is unknown{suggestion(name, list(REWARDS), most_listed=12)} (your own is package.module:function)"
             )
     path = config.reward.custom_rm_path
     if path is not None and not all(path.rpartition(":")[::2]):
@@ -187,7 +187,9 @@ def eval_sets_are_named(config: Config) -> Iterator[Finding]:
         return
     for name in config.eval.eval_overrides:
         if name not in names:
-            yield fault(f"eval_overrides.{name} is for no set in eval_prompt_data{did_you_mean(name, names)}")
+            yield fault(
+                f"eval_overrides.{name} is for no set in eval_prompt_data{suggestion(name, names, most_listed=12)}"
+            )
 
 
 @rule("score")
