@@ -85,7 +85,7 @@ def algorithms_markdown() -> str:
     ]
     kl = [(f"`{record.name}`", record.help, record.source) for record in catalog.KL_ESTIMATORS.values()]
     rewards = [(f"`{record.name}`", record.help) for record in catalog.REWARDS.values()]
-    tables = [
+    tables: list[tuple[str, tuple[str, ...], Iterable[tuple[str, ...]]]] = [
         ("`advantage_estimator`", ("name", "advantage", "policy loss", "reads", "source"), estimators),
         ("`policy_loss`", ("name", "loss", "settings", "source"), losses),
         ("`rollout_correction`", ("name", "weight of a token", "outside its bounds", "bounds", "source"), corrections),
