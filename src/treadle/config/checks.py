@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treadle.config import rules_cluster, rules_engine, rules_rollout, rules_run, rules_training  # noqa: F401
+from treadle.config import rules_engine, rules_rollout, rules_run, rules_training  # noqa: F401
 from treadle.config.conditions import Condition, Part, shown
 from treadle.config.fields import config_fields
 from treadle.config.findings import RULES, Finding, fault
@@ -69,7 +69,7 @@ def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
         if config.value(field.name) != field.default:
             for condition in field.only_with:
                 part = condition.part or _PART_OF_SECTION.get(field.section, "run")
-                if part in parts and not condition.holds(config):
+                if part in parts and not condition.holds(config, config.value(field.name)):
                     idle.setdefault(condition, []).append(field.name)
                     break
     for condition, names in idle.items():

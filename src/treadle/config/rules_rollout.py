@@ -77,16 +77,6 @@ def stop_strings_mean_what_they_say(config: Config) -> Iterator[Finding]:
 
 
 @rule("generate")
-def enough_prompts_are_drawn(config: Config) -> Iterator[Finding]:
-    drawn, wanted = config.rollout.over_sampling_batch_size, config.rollout.rollout_batch_size
-    if config.rollout.group_filter is not None and drawn is not None and drawn < wanted:
-        yield fault(
-            f"over_sampling_batch_size = {drawn} is less than rollout_batch_size = {wanted}; it is how many prompts are "
-            "drawn at a time to keep that many"
-        )
-
-
-@rule("generate")
 def something_is_rewarded(config: Config) -> Iterator[Finding]:
     if config.algorithm.opd_kl_coef == 0:  # a teacher is signal enough
         yield from _reward_is_given(config)
