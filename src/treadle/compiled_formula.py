@@ -1,9 +1,9 @@
-"""Formulas that go over rows of numbers once: compiled into one loop where that pays, else tile by tile.
+"""Formulas that pass once over rows of numbers: compiled into one loop if that pays, else computed tile by tile.
 
-Written with torch's operations a formula reads and writes memory once for each of them, and on a CPU that costs as much
-as the matmuls beside it. `torch.compile` makes one loop of it; where there is no compiler, or too little to do, the same
-operations pass over tiles that stay in the processor's cache. The engine compiles none of these, its first token would wait;
-what it has compiled are C++ files of models/.
+Written with torch's operations, a formula reads and writes memory once for each of them, and on a CPU that costs as much as
+the matmuls beside it. `torch.compile` makes one loop of it. Without a compiler, or for little work, the same operations pass
+over tiles that stay in the processor's cache. The engine compiles none of these, because its first token would wait; its
+compiled code is C++ files of `models/cpu`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 from treadle.storage.private_folder import compile_cache
 
 CACHE_BYTES = 2 << 20
-"""Of the second-level caches of two cores."""
+"""Tile budget in bytes: the L2 caches of two cores."""
 COMPILED_FROM = 1 << 18
-"""Numbers in a tensor that are worth a compiled loop: 0.1 ms on one core."""
+"""Size of a tensor from which a compiled loop pays: 0.1 ms on one core."""
 
 
 class OnePass:
     """`formula(*by_row, *whole)`, which writes into its first arguments.
 
-    Row i of what it writes depends on row i of the other tensors in `by_row` and on all of `whole`. What it adds up over
-    rows it adds to a tensor in `whole`.
+    Row i of what it writes depends on row i of the other tensors in `by_row` and on all of `whole`. What it adds up over rows
+    it adds to a tensor in `whole`.
     """
 
     def __init__(self, formula: Callable[..., None]):
@@ -75,9 +75,9 @@ class OnePass:
 
 @functools.cache
 def keep_compiled_code_private() -> None:
-    """Have torch keep what it compiles in a folder of this user; `TORCHINDUCTOR_CACHE_DIR` is followed if it is set.
+    """Make torch keep what it compiles in a folder of this user, unless `TORCHINDUCTOR_CACHE_DIR` is set.
 
-    Torch runs what it finds there, and its own folder has a name under which another user can make it first. Its
+    Torch runs what it finds in its cache, and its own folder has a name under which another user can create it first. Its
     precompiled headers ignore the variable, so they are moved by hand.
     """
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -101,14 +101,14 @@ def keep_compiled_code_private() -> None:
 
 @functools.cache
 def compiles(device_type: str) -> bool:
-    """True where torch can compile loops for such a device here. `TORCH_COMPILE_DISABLE=1` says no."""
+    """Return whether torch can compile loops for such a device here. `TORCH_COMPILE_DISABLE=1` turns it off."""
     if device_type == "cpu":
         return cpp_compiler() is not None
     return device_type == "cuda" and not torch._dynamo.config.disable and torch.utils._triton.has_triton()
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler of this machine: `$CXX`, or the first one found. None as well with `TORCH_COMPILE_DISABLE=1`."""
+    """Return the C++ compiler of this machine: `$CXX`, or the first one found. None with `TORCH_COMPILE_DISABLE=1`."""
     if torch._dynamo.config.disable:
         return None
     asked = os.environ.get("CXX")
@@ -116,6 +116,9 @@ def cpp_compiler() -> str | None:
 
 
 def tiles(count: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
-    """Slices over `count` rows; `row_bytes` is what the operations on one row read and write. One slice where there is no CPU."""
+    """Yield slices over `count` rows; `row_bytes` is what the operations on one row read and write.
+
+    One slice on anything but a CPU.
+    """
     step = max(1, CACHE_BYTES // max(1, row_bytes)) if device.type == "cpu" else max(1, count)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))

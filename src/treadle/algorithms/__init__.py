@@ -24,6 +24,7 @@ from treadle.algorithms.corrections import (
     Level,
     correct,
     m2po_mask,
+    top_entropy_mask,
 )
 from treadle.algorithms.gae import discounted_returns, gae
 from treadle.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, kl_per_token, update_kl_coef
@@ -48,7 +49,6 @@ from treadle.algorithms.reduce import (
     trajectory_tokens,
     weighted_sum,
 )
-from treadle.algorithms.selection import top_entropy_mask
 from treadle.algorithms.shaping import (
     RunningMoments,
     clip_rewards,

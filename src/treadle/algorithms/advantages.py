@@ -1,7 +1,7 @@
-"""From rewards to an advantage per token: one table of estimators, one function that runs any of them.
+"""From rewards to an advantage per token: the estimators by name, and one function that runs any of them.
 
-An estimator is two steps. `shape` turns the rewards of a batch into one number per sample (within groups known by
-id), `spread` lays it over the tokens. Then, in this order: the distillation term, and whitening.
+An estimator is two steps. `shape` turns the rewards of a batch into one number per sample (within groups known by id),
+`spread` lays it over the tokens. Then, in this order: the distillation term, and whitening.
 
 Axes: `S` samples, `P` parts of a reward, `T` tokens of many samples one after the other.
 """
@@ -29,7 +29,7 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdvantageInputs:
-    """A whole rollout's rewards and the tokens they belong to; only whole groups, in any order.
+    """The rewards of a whole rollout and the tokens they belong to; only whole groups, in any order.
 
     `mask` is True on trained tokens; None trains all of them. `kl`, `values`, `reward_parts` and `part_weights` are read by
     the estimators whose traits say so, the last two by on-policy distillation.
@@ -78,10 +78,10 @@ SpreadFn = Callable[
 
 @dataclass(frozen=True)
 class Estimator(catalog.Traits):
-    """One way to turn rewards into advantages; your own may be given wherever a name may.
+    """One way to turn rewards into advantages; your own may be given in place of a name.
 
-    `shape` reads whole groups, and of the tokens only which are trained. `spread` reads what models say of each token,
-    and groups may be in parts.
+    `shape` reads whole groups, and of the tokens only which are trained. `spread` reads what models say of each token, and
+    groups may be in parts.
     """
 
     name: str
@@ -96,16 +96,21 @@ def compute_advantages(
     settings: AdvantageSettings | None = None,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> Advantages:
-    """Advantages and returns of a rollout by this estimator.
+    """Return the advantages and returns of a rollout by this estimator.
 
-    Groups must be whole in `inputs`; whitening sums over ranks through `sum_over_ranks`. Raises `ConfigError` where
-    an input the estimator needs is missing, or a setting is given that it does not read.
+    Args:
+        estimator: its name, or your own.
+        inputs: whole groups.
+        settings: numbers for the estimator; the defaults if None.
+        sum_over_ranks: adds a small tensor over all ranks, for whitening.
+    Raises:
+        ConfigError: if an input that the estimator needs is missing, or a setting is given that it does not read.
 
-        >>> inputs = AdvantageInputs(
-        ...     rewards=torch.tensor([1.0, 0.0]), group_ids=torch.tensor([3, 3]), sample_index=torch.tensor([0, 0, 1])
-        ... )
-        >>> compute_advantages("rloo", inputs).advantages.tolist()
-        [1.0, 1.0, -1.0]
+    >>> inputs = AdvantageInputs(
+    ...     rewards=torch.tensor([1.0, 0.0]), group_ids=torch.tensor([3, 3]), sample_index=torch.tensor([0, 0, 1])
+    ... )
+    >>> compute_advantages("rloo", inputs).advantages.tolist()
+    [1.0, 1.0, -1.0]
     """
     settings = AdvantageSettings() if settings is None else settings
     rule = find_estimator(estimator) if isinstance(estimator, str) else estimator
@@ -116,10 +121,13 @@ def compute_advantages(
 def shape_rewards(
     rule: Estimator, inputs: AdvantageInputs, settings: AdvantageSettings | None = None
 ) -> Float[Tensor, " S"]:
-    """The first half of `compute_advantages`: one number per sample, from rewards, ids and lengths alone.
+    """Return one shaped reward per sample, from rewards, ids and lengths alone: the first half of `compute_advantages`.
 
-    Groups must be whole. What models say of tokens (`kl`, `values`, logprobs) is withheld: where ranks train, the
-    driver shapes rewards before any model is asked.
+    Groups must be whole. What models say of tokens (`kl`, `values`, logprobs) is withheld: with several ranks, the driver
+    shapes rewards before any model has run.
+
+    Returns:
+        float [S].
     """
     settings = AdvantageSettings() if settings is None else settings
     _check(_SHAPE_NEEDS, rule, inputs, settings)
@@ -134,7 +142,13 @@ def spread_advantages(
     settings: AdvantageSettings | None = None,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> Advantages:
-    """The second half: shaped rewards laid over the tokens, distilled, whitened. Groups may be spread over ranks."""
+    """Lay shaped rewards over the tokens, distil and whiten: the second half of `compute_advantages`.
+
+    Groups may be spread over ranks.
+
+    Args:
+        shaped: float [S], from `shape_rewards`.
+    """
     settings = AdvantageSettings() if settings is None else settings
     _check(_SPREAD_NEEDS, rule, inputs, settings)
     advantages, returns = rule.spread(shaped, inputs, settings)
@@ -177,7 +191,7 @@ def _check(names: tuple[str, ...], rule: Estimator, inputs: AdvantageInputs, set
 
 
 def whitening_sums(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"] | None = None) -> Float[Tensor, " 3"]:
-    """Count, sum and sum of squares over the trained tokens, in float64; add those of all ranks, then `whiten`."""
+    """Return count, sum and sum of squares over the trained tokens, float64 [3]; add those of all ranks, then `whiten`."""
     kept = (values if mask is None else values[mask]).to(torch.float64)
     count = torch.full((), float(kept.numel()), dtype=torch.float64, device=values.device)
     return torch.stack((count, kept.sum(), kept.square().sum()))
@@ -186,7 +200,12 @@ def whitening_sums(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"] | None 
 def whiten(
     values: Float[Tensor, " T"], sums: Float[Tensor, " 3"], mask: Bool[Tensor, " T"] | None = None
 ) -> Float[Tensor, " T"]:
-    """`(A - μ) · rsqrt(σ² · N / (N - 1) + 1e-8)` on trained tokens, 0 elsewhere; one token alone becomes 0.
+    """Return `(A - μ) · rsqrt(σ² · N / (N - 1) + 1e-8)` on trained tokens, 0 elsewhere; a single token becomes 0.
+
+    Args:
+        values: float [T].
+        sums: float64 [3], `whitening_sums` of all ranks added up.
+        mask: bool [T], True on trained tokens; None trains all.
 
     >>> values = torch.tensor([1.0, 3.0])
     >>> whiten(values, whitening_sums(values)).tolist()
@@ -203,7 +222,7 @@ def whiten(
 def broadcast(
     shaped: Float[Tensor, " S"], inputs: AdvantageInputs, settings: AdvantageSettings
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """Every trained token of a sample gets its shaped reward."""
+    """Return the shaped reward of each sample on its tokens, as advantages and as returns."""
     tokens = shaped[inputs.sample_index]
     return tokens, tokens
 
@@ -211,7 +230,7 @@ def broadcast(
 def broadcast_minus_kl(
     shaped: Float[Tensor, " S"], inputs: AdvantageInputs, settings: AdvantageSettings
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """`R - kl_coef · KL_t`."""
+    """Return `R - kl_coef · KL_t` as advantages and as returns."""
     tokens = shaped[inputs.sample_index] + _kl_rewards(shaped, inputs, settings)
     return tokens, tokens
 
@@ -219,7 +238,10 @@ def broadcast_minus_kl(
 def returns_to_go(
     shaped: Float[Tensor, " S"], inputs: AdvantageInputs, settings: AdvantageSettings
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """`G_t = r_t + γ G_{t+1}`, with the reward on the last trained token and -kl_coef · KL on all trained ones."""
+    """Return `G_t = r_t + γ G_{t+1}` as advantages and as returns.
+
+    The reward is on the last trained token and -kl_coef · KL on all trained ones.
+    """
     rewards = token_rewards(shaped, inputs, settings)
     tokens = discounted_returns(rewards, inputs.sample_index, settings.gamma)
     return tokens, tokens
@@ -228,7 +250,7 @@ def returns_to_go(
 def critic_advantages(
     shaped: Float[Tensor, " S"], inputs: AdvantageInputs, settings: AdvantageSettings
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """Generalised advantages (`gae`) of the token rewards, and the critic's targets."""
+    """Return generalised advantages (`gae`) of the token rewards, and the critic's targets."""
     assert inputs.values is not None
     rewards = token_rewards(shaped, inputs, settings)
     return gae(rewards, inputs.values, inputs.sample_index, inputs.mask, settings.gamma, settings.lambd)
@@ -237,7 +259,7 @@ def critic_advantages(
 def token_rewards(
     shaped: Float[Tensor, " S"], inputs: AdvantageInputs, settings: AdvantageSettings
 ) -> Float[Tensor, " T"]:
-    """`-kl_coef · KL_t` on each trained token, plus the sample's reward on its last trained one; 0 elsewhere."""
+    """Return `-kl_coef · KL_t` on each trained token, plus the sample's reward on its last trained one; 0 elsewhere."""
     rewards = _kl_rewards(shaped, inputs, settings)
     if inputs.mask is None:
         last = last_of_sample(inputs.sample_index)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,11 +26,15 @@ from treadle.algorithms.advantages import (
 from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs
 from treadle.algorithms.reduce import Denominators, token_weights, trained_tokens, weighted_sum
 
+Inputs = TypeVar("Inputs", PolicyLossInputs, AdvantageInputs)
+
 _LENGTHS = (3, 1, 5, 2, 4)
+_GROUP_IDS = (7, 3, 7, 7, 5)  # a group of three, two of one
+_REWARDS = (1.0, 0.5, 0.0, 0.25, 2.0)
 
 
 def check_policy_loss(loss: PolicyLossFn) -> None:
-    """Everything the trainer relies on of a policy loss.
+    """Check everything that the trainer relies on of a policy loss.
 
     Shapes and types; inputs left alone; untrained tokens ignored; at ratio 1 the gradient is the plain policy
     gradient; the same loss and gradient however whole samples are put into micro-batches; finite far off-policy.
@@ -44,18 +49,19 @@ def check_policy_loss(loss: PolicyLossFn) -> None:
 
 
 def check_advantage(estimator: Estimator) -> None:
-    """Everything the trainer relies on of an advantage estimator.
+    """Check everything that the trainer relies on of an advantage estimator.
 
     Shapes and types; inputs left alone; nothing on untrained tokens; the order of samples and the numbers of groups
-    do not matter; groups do not touch each other before whitening; finite for groups of one, equal rewards, samples
+    do not matter; groups do not affect each other before whitening; finite for groups of one, equal rewards, samples
     without a trained token, and no samples at all.
     """
     for dtype in (torch.float32, torch.float64):
-        for case in (_advantage_inputs(dtype), replace(_advantage_inputs(dtype), mask=None)):
+        inputs = _advantage_inputs(dtype)
+        for case in (inputs, replace(inputs, mask=None)):
             _check_advantage_shapes(estimator, case)
             _check_advantage_order(estimator, case)
             _check_advantage_groups(estimator, case)
-        _check_advantage_finite(estimator, dtype)
+        _check_advantage_finite(estimator, inputs)
 
 
 def _close(left: Tensor, right: Tensor, what: str) -> None:
@@ -66,15 +72,43 @@ def _close(left: Tensor, right: Tensor, what: str) -> None:
         assert gap <= tolerance, f"{what}: off by {gap:.3g}"
 
 
-def _snapshot(record: object) -> dict[str, Tensor]:
-    names = [f.name for f in fields(record)]  # type: ignore[arg-type]
-    values = {name: getattr(record, name) for name in names}
-    return {name: value.detach().clone() for name, value in values.items() if isinstance(value, Tensor)}
+def _tensors(record: Any) -> dict[str, Tensor]:
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _check_unchanged(record: object, before: dict[str, Tensor]) -> None:
-    for name, value in _snapshot(record).items():
+def _snapshot(record: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in _tensors(record).items()}
+
+
+def _check_unchanged(record: Any, before: dict[str, Tensor]) -> None:
+    for name, value in _tensors(record).items():
         assert torch.equal(value, before[name]), f"the input {name!r} was changed in place"
+
+
+def _sample_index(lengths: Sequence[int]) -> Tensor:
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    return torch.repeat_interleave(torch.arange(len(counts)), counts)
+
+
+def _take(inputs: Inputs, samples: Sequence[int]) -> tuple[Inputs, Tensor]:
+    """Return these samples in this order, and where their tokens were.
+
+    What has an entry per token of `_LENGTHS`, or per sample, is known by its size.
+    """
+    places = [(inputs.sample_index == s).nonzero().squeeze(1) for s in samples]
+    chosen = torch.tensor(samples, dtype=torch.int64)
+    where = torch.cat(places) if places else chosen
+    order = {sum(_LENGTHS): where, len(_LENGTHS): chosen}
+    taken: dict[str, Any] = {n: v[order[len(v)]] for n, v in _tensors(inputs).items() if len(v) in order}
+    return replace(inputs, **taken | {"sample_index": _sample_index([len(place) for place in places])}), where
+
+
+def _mask(generator: torch.Generator) -> Tensor:
+    """Return a mask of about 70 % of the tokens, and of none of sample 3."""
+    mask = torch.rand(sum(_LENGTHS), generator=generator) > 0.3
+    mask[_sample_index(_LENGTHS) == 3] = False
+    return mask
 
 
 # Policy losses
@@ -82,12 +116,11 @@ def _check_unchanged(record: object, before: dict[str, Tensor]) -> None:
 
 def _policy_inputs(dtype: torch.dtype, spread: float) -> PolicyLossInputs:
     generator = torch.Generator().manual_seed(0)
-    index = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
+    index = _sample_index(_LENGTHS)
     old = -torch.rand(index.numel(), generator=generator, dtype=torch.float64) * 3
     new = old + torch.randn(index.numel(), generator=generator, dtype=torch.float64) * spread
     advantages = torch.tensor([1.0, -2.0, 0.5, -0.7, 0.0], dtype=dtype)[index]
-    mask = torch.rand(index.numel(), generator=generator) > 0.3
-    mask[index == 3] = False
+    mask = _mask(generator)
     engine = old - spread * torch.rand(index.numel(), generator=generator, dtype=torch.float64)
     logprobs = new.to(dtype).requires_grad_()
     return PolicyLossInputs(
@@ -96,7 +129,7 @@ def _policy_inputs(dtype: torch.dtype, spread: float) -> PolicyLossInputs:
 
 
 def _loss_and_gradient(loss: PolicyLossFn, inputs: PolicyLossInputs) -> tuple[PolicyLoss, Tensor, Tensor]:
-    """The loss, its per-sample mean, and the gradient of that."""
+    """Return the loss, its per-sample mean, and the gradient of that."""
     logprobs = inputs.logprobs.detach().clone().requires_grad_()
     result = loss(replace(inputs, logprobs=logprobs))
     lengths = trained_tokens(inputs.sample_index, inputs.samples, inputs.mask)
@@ -119,48 +152,26 @@ def _check_loss_shapes(loss: PolicyLossFn, inputs: PolicyLossInputs) -> None:
     assert result.clipped.dtype == torch.bool, f"`clipped` must be bool, not {result.clipped.dtype}"
     assert result.ratio.shape == shape, "`ratio` must be one number per token"
     assert not result.ratio.requires_grad, "`ratio` is for the log: detach it"
-    none = torch.zeros(0, dtype=dtype)
-    index = torch.zeros(0, dtype=torch.int64)
-    empty = replace(inputs, logprobs=none, old_logprobs=none, advantages=none, sample_index=index, mask=index.bool())
-    empty = replace(empty, rollout_logprobs=none)
-    assert loss(empty).loss.shape == (0,), "no tokens must give a loss of shape [0]"
+    assert loss(_take(inputs, ())[0]).loss.shape == (0,), "no tokens must give a loss of shape [0]"
 
 
 def _check_loss_ignores_untrained(loss: PolicyLossFn, inputs: PolicyLossInputs) -> None:
-    assert inputs.mask is not None
-    assert inputs.rollout_logprobs is not None
+    mask, engine = inputs.mask, inputs.rollout_logprobs
+    assert mask is not None
+    assert engine is not None
     result, total, gradient = _loss_and_gradient(loss, inputs)
-    untrained = ~inputs.mask
-    assert not result.loss[untrained].any(), "untrained tokens must have loss 0"
-    assert not result.clipped[untrained].any(), "untrained tokens must not be marked as clipped"
-    assert not gradient[untrained].any(), "untrained tokens must get no gradient"
+    assert not result.loss[~mask].any(), "untrained tokens must have loss 0"
+    assert not result.clipped[~mask].any(), "untrained tokens must not be marked as clipped"
+    assert not gradient[~mask].any(), "untrained tokens must get no gradient"
     spoiled = replace(
         inputs,
-        logprobs=torch.where(inputs.mask, inputs.logprobs.detach(), torch.nan),
-        old_logprobs=torch.where(inputs.mask, inputs.old_logprobs, -7.0),
-        rollout_logprobs=torch.where(inputs.mask, inputs.rollout_logprobs, -7.0),
+        logprobs=torch.where(mask, inputs.logprobs.detach(), torch.nan),
+        old_logprobs=torch.where(mask, inputs.old_logprobs, -7.0),
+        rollout_logprobs=torch.where(mask, engine, -7.0),
     )
     _, other_total, other_gradient = _loss_and_gradient(loss, spoiled)
     _close(total, other_total, "the loss reads untrained tokens")
     _close(gradient, other_gradient, "the gradient reads untrained tokens")
-
-
-def _take_samples(inputs: PolicyLossInputs, samples: Sequence[int]) -> tuple[PolicyLossInputs, Tensor]:
-    """These samples in this order, and where their tokens were."""
-    where = torch.cat([(inputs.sample_index == s).nonzero().squeeze(1) for s in samples])
-    counts = torch.tensor([int((inputs.sample_index == s).sum()) for s in samples])
-    assert inputs.mask is not None
-    assert inputs.rollout_logprobs is not None
-    part = replace(
-        inputs,
-        logprobs=inputs.logprobs.detach()[where],
-        old_logprobs=inputs.old_logprobs[where],
-        rollout_logprobs=inputs.rollout_logprobs[where],
-        advantages=inputs.advantages[where],
-        sample_index=torch.repeat_interleave(torch.arange(len(samples)), counts),
-        mask=inputs.mask[where],
-    )
-    return part, where
 
 
 def _check_loss_split(loss: PolicyLossFn, inputs: PolicyLossInputs) -> None:
@@ -168,7 +179,7 @@ def _check_loss_split(loss: PolicyLossFn, inputs: PolicyLossInputs) -> None:
     for split in (((4, 2), (0,), (3, 1)), ((3,), (1, 0, 4, 2)), ((0,), (1,), (2,), (3,), (4,))):
         sum_total, sum_gradient = torch.zeros_like(total), torch.zeros_like(gradient)
         for samples in split:
-            part, where = _take_samples(inputs, samples)
+            part, where = _take(inputs, samples)
             _, part_total, part_gradient = _loss_and_gradient(loss, part)
             sum_total += part_total
             sum_gradient[where] += part_gradient
@@ -196,22 +207,15 @@ def _check_on_policy_gradient(loss: PolicyLossFn) -> None:
 # Advantage estimators
 
 
-_GROUP_IDS = (7, 3, 7, 7, 5)  # a group of three, two of one
-_REWARDS = (1.0, 0.5, 0.0, 0.25, 2.0)
-
-
 def _advantage_inputs(dtype: torch.dtype) -> AdvantageInputs:
     generator = torch.Generator().manual_seed(1)
-    index = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
-    count = index.numel()
-    numbers = torch.randn(5, count, generator=generator, dtype=torch.float64).to(dtype)
-    mask = torch.rand(count, generator=generator) > 0.3
-    mask[index == 3] = False
+    index = _sample_index(_LENGTHS)
+    numbers = torch.randn(5, index.numel(), generator=generator, dtype=torch.float64).to(dtype)
     return AdvantageInputs(
         rewards=torch.tensor(_REWARDS, dtype=dtype),
         group_ids=torch.tensor(_GROUP_IDS),
         sample_index=index,
-        mask=mask,
+        mask=_mask(generator),
         reward_parts=torch.randn(len(_LENGTHS), 2, generator=generator, dtype=torch.float64).to(dtype),
         part_weights=torch.tensor([1.0, 0.5], dtype=dtype),
         kl=numbers[0],
@@ -221,28 +225,10 @@ def _advantage_inputs(dtype: torch.dtype) -> AdvantageInputs:
     )
 
 
-def _settings(estimator: Estimator, whiten: bool | None = None) -> AdvantageSettings:
-    kl_coef = 0.1 if estimator.per_token_reward else 0.0
-    return AdvantageSettings(kl_coef=kl_coef, gamma=0.9, lambd=0.8, opd_kl_coef=0.3, whiten=whiten)
-
-
 def _run(estimator: Estimator, inputs: AdvantageInputs, whiten: bool | None = None) -> Advantages:
-    return compute_advantages(estimator, inputs, _settings(estimator, whiten))
-
-
-def _take(inputs: AdvantageInputs, samples: Sequence[int]) -> tuple[AdvantageInputs, Tensor]:
-    """These samples in this order, and where their tokens were."""
-    chosen = torch.tensor(samples, dtype=torch.int64)
-    places = [(inputs.sample_index == s).nonzero().squeeze(1) for s in samples]
-    where = torch.cat(places) if places else chosen
-    counts = torch.tensor([p.numel() for p in places], dtype=torch.int64)
-    changes: dict[str, Tensor] = {"sample_index": torch.repeat_interleave(torch.arange(len(samples)), counts)}
-    per_sample = ("rewards", "group_ids", "trajectory_ids", "reward_parts")
-    per_token = ("mask", "kl", "values", "student_logprobs", "teacher_logprobs")
-    for names, order in ((per_sample, chosen), (per_token, where)):
-        present = {name: value for name in names if (value := getattr(inputs, name)) is not None}
-        changes |= {name: value[order] for name, value in present.items()}
-    return replace(inputs, **changes), where
+    kl_coef = 0.1 if estimator.per_token_reward else 0.0
+    settings = AdvantageSettings(kl_coef=kl_coef, gamma=0.9, lambd=0.8, opd_kl_coef=0.3, whiten=whiten)
+    return compute_advantages(estimator, inputs, settings)
 
 
 def _check_advantage_shapes(estimator: Estimator, inputs: AdvantageInputs) -> None:
@@ -278,15 +264,17 @@ def _check_advantage_groups(estimator: Estimator, inputs: AdvantageInputs) -> No
         _close(expected.advantages[where], result.advantages, "a group's advantages depend on other groups")
 
 
-def _check_advantage_finite(estimator: Estimator, dtype: torch.dtype) -> None:
-    inputs = _advantage_inputs(dtype)
+def _check_advantage_finite(estimator: Estimator, inputs: AdvantageInputs) -> None:
     assert inputs.reward_parts is not None
     assert inputs.mask is not None
-    equal = replace(
-        inputs, rewards=torch.full_like(inputs.rewards, 0.1), reward_parts=torch.full_like(inputs.reward_parts, 0.1)
-    )
+    equal = {"rewards": inputs.rewards * 0 + 0.1, "reward_parts": inputs.reward_parts * 0 + 0.1}
     untrained = replace(inputs, mask=torch.zeros_like(inputs.mask))
-    for name, case in (("equal rewards", equal), ("no trained token", untrained), ("no samples", _take(inputs, ())[0])):
+    cases = {
+        "equal rewards": replace(inputs, **equal),
+        "no trained token": untrained,
+        "no samples": _take(inputs, ())[0],
+    }
+    for name, case in cases.items():
         result = _run(estimator, case)
         finite = torch.isfinite(result.advantages).all() and torch.isfinite(result.returns).all()
         assert bool(finite), f"advantages are not finite with {name}"

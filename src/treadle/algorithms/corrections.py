@@ -1,8 +1,8 @@
-"""Factors on the policy loss that correct for tokens another policy drew than the one that is trained.
+"""What weights or drops tokens of the policy loss: corrections of the gap between engine and trainer, and masks.
 
-The engine's logprobs differ a little from the trainer's for the same weights, and more for older weights. All of it
-works on `w = exp(old_logprobs - rollout_logprobs)` (trainer before the step, engine), and none of it gets a
-gradient. A dropped token has factor 0 and still counts in the loss's denominator.
+The engine's logprobs differ a little from the trainer's for the same weights, and more for older weights. Corrections read
+`w = exp(old_logprobs - rollout_logprobs)` (trainer before the step, engine) and get no gradient. A dropped token has factor
+0 and still counts in the loss's denominator.
 
 Axis: `T` tokens of many samples one after the other; whole samples, for everything but the token level.
 """
@@ -28,7 +28,7 @@ CORRECTIONS = {name: record.settings for name, record in catalog.CORRECTIONS.ite
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """`weights` multiply the policy loss; 0 where untrained or dropped. `kept` is True on trained tokens that stay."""
+    """`weights` multiply the policy loss; 0 on untrained and dropped tokens. `kept` is True on trained tokens that stay."""
 
     weights: Float[Tensor, " T"]
     kept: Bool[Tensor, " T"]
@@ -42,9 +42,19 @@ def correct(
     mask: Bool[Tensor, " T"] | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Correction:
-    """The factor of each token by these settings.
+    """Return the factor of each token by these settings.
 
-    Give it the whole batch (or its rank's share, with `sum_over_ranks`) where `batch_mean_one` is set.
+    Pass the whole batch, or a rank's share with `sum_over_ranks`, if `batch_mean_one` is set.
+
+    Args:
+        old_logprobs: float [T], the trainer's before the step.
+        rollout_logprobs: float [T], the engine's.
+        sample_index: int64 [T], ascending.
+        settings: how tokens are weighted and dropped.
+        mask: bool [T], True on trained tokens; None trains all.
+        sum_over_ranks: adds a small tensor over all ranks.
+    Returns:
+        Weights float [T], and which tokens are kept, bool [T].
 
     >>> zero, index = torch.zeros(2), torch.tensor([0, 0])
     >>> correct(torch.tensor([1.0, -1.0]), zero, index, CORRECTIONS["tis"]).weights
@@ -76,7 +86,7 @@ def level_weights(
     level: Level,
     mask: Bool[Tensor, " T"] | None = None,
 ) -> Float[Tensor, " T"]:
-    """`w` of each token, or of its whole sample on each of its tokens."""
+    """Return `w` of each token, or of its whole sample on each of its tokens, [T]."""
     if level == Level.TOKEN:
         return capped_exp(log_weights)
     count = num_samples_of(sample_index)
@@ -86,7 +96,7 @@ def level_weights(
 
 
 def bound_weights(weights: Float[Tensor, " T"], bound: Bound, low: float, high: float) -> Float[Tensor, " T"]:
-    """Weights brought within their bounds.
+    """Return weights brought within their bounds, [T].
 
     >>> bound_weights(torch.tensor([0.1, 1.0, 9.0]), Bound.MASK, 0.5, 5.0).tolist()
     [0.0, 1.0, 0.0]
@@ -104,7 +114,7 @@ def vetoed(
     threshold: float = 1e-4,
     mask: Bool[Tensor, " T"] | None = None,
 ) -> Bool[Tensor, " T"]:
-    """True on every token of a sample in which any trained token has `w` below the threshold."""
+    """Return True on every token of a sample in which any trained token has `w` below the threshold, [T]."""
     lowest = -segment_max(-where_trained(log_weights, mask, torch.inf), sample_index, num_samples_of(sample_index))
     return capped_exp(lowest)[sample_index] < threshold
 
@@ -116,12 +126,22 @@ def m2po_mask(
     mask: Bool[Tensor, " T"] | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Bool[Tensor, " T"]:
-    """M2PO: True on the trained tokens that stay once the largest `(lp_old - lp_roll)²` are dropped.
+    """Return True on the trained tokens that stay after the largest `(lp_old - lp_roll)²` are dropped (M2PO).
 
-    As few are dropped as bring the mean of the rest under the threshold; equal ones go together, so the order of
-    the tokens does not matter. Give it all tokens of a batch, or a rank's share and a `gather` that joins the vectors of
-    all ranks. The paper drops only tokens outside the trust
-    region; here the size alone counts. Source: "Prosperity before Collapse" 2025 (arXiv 2510.01161).
+    As few are dropped as bring the mean of the rest under the threshold. Equal ones are dropped together, so the order of
+    the tokens does not matter. Pass all tokens of a batch, or a rank's share and a `gather` that joins the vectors of all
+    ranks.
+
+    Args:
+        old_logprobs: float [T], the trainer's before the step.
+        rollout_logprobs: float [T], the engine's.
+        threshold: above 0.
+        mask: bool [T], True on trained tokens; None trains all.
+        gather: joins the vectors of all ranks.
+    Returns:
+        bool [T].
+    Source: "Prosperity before Collapse" 2025 (arXiv 2510.01161); differs from the paper, which drops only tokens outside the
+    trust region: here the size alone counts.
 
     >>> m2po_mask(torch.tensor([0.1, 1.0, -0.1]), torch.zeros(3)).tolist()
     [True, False, True]
@@ -138,3 +158,38 @@ def m2po_mask(
         if num_kept == ordered.numel():
             return chosen.clone()
         return chosen & (squares < ordered[num_kept])
+
+
+def top_entropy_mask(
+    entropy: Float[Tensor, " T"],
+    fraction: float,
+    mask: Bool[Tensor, " T"] | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
+) -> Bool[Tensor, " T"]:
+    """Return True on the trained tokens with the highest entropy: this fraction of them, at least one.
+
+    Pass the tokens of a whole step, or a rank's share and a `gather` that joins the vectors of all ranks, so that the
+    threshold does not depend on how the step is split. Tokens as high as the last one kept are kept too, so their order
+    does not matter. The loss's denominator does not change.
+
+    Args:
+        entropy: float [T], of the policy before the step.
+        fraction: in (0, 1].
+        mask: bool [T], True on trained tokens; None trains all.
+        gather: joins the vectors of all ranks.
+    Returns:
+        bool [T].
+    Source: Wang et al. 2025, "Beyond the 80/20 Rule", section 4 (arXiv 2506.01939); they keep 20 %.
+
+    >>> top_entropy_mask(torch.tensor([0.1, 2.0, 0.5, 1.0]), 0.5).tolist()
+    [False, True, False, True]
+    """
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"top_entropy_fraction must be above 0 and at most 1, got {fraction}")
+    chosen = torch.ones_like(entropy, dtype=torch.bool) if mask is None else mask
+    candidates = entropy[chosen] if gather is None else gather(entropy[chosen])
+    if candidates.numel() == 0:
+        return chosen.clone()
+    count = max(1, round(fraction * candidates.numel()))
+    threshold = candidates.topk(count).values[-1]
+    return chosen & (entropy >= threshold)

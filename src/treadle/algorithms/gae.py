@@ -17,10 +17,16 @@ from torch import Tensor
 def backward_scan(
     values: Float[Tensor, " T"], carry: Float[Tensor, " T"], num_rounds: int | None = None
 ) -> Float[Tensor, " T"]:
-    """`y_t = values_t + carry_t · y_{t+1}`, with `y` past the end 0.
+    """Return `y_t = values_t + carry_t · y_{t+1}`, with `y` past the end 0.
 
-    `carry` must be 0 on the last token of each sample. After k rounds a token has heard of the 2^k tokens from
-    itself on; `num_rounds` may be given where the longest sample is known.
+    After k rounds a token holds the sum over the 2^k tokens that begin with it.
+
+    Args:
+        values: float [T].
+        carry: float [T], 0 on the last token of each sample.
+        num_rounds: enough for the longest sample; as many as T needs if None.
+    Returns:
+        float [T].
 
     >>> backward_scan(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.5, 0.5, 0.0])).tolist()
     [1.75, 1.5, 1.0]
@@ -37,7 +43,7 @@ def backward_scan(
 
 
 def last_of_sample(sample_index: Int64[Tensor, " T"]) -> Bool[Tensor, " T"]:
-    """True on the last token of each sample, for an ascending sample index.
+    """Return True on the last token of each sample, [T], for an ascending sample index.
 
     >>> last_of_sample(torch.tensor([0, 0, 3])).tolist()
     [False, True, True]
@@ -49,7 +55,7 @@ def last_of_sample(sample_index: Int64[Tensor, " T"]) -> Bool[Tensor, " T"]:
 
 
 def rounds_for(sample_index: Int64[Tensor, " T"]) -> int:
-    """Doubling rounds that the longest sample needs."""
+    """Return the number of doubling rounds that the longest sample needs."""
     if sample_index.numel() == 0:
         return 0
     _, counts = torch.unique_consecutive(sample_index, return_counts=True)
@@ -79,12 +85,19 @@ def gae(
     gamma: float = 1.0,
     lambd: float = 1.0,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """Generalised advantages and returns, each [T].
+    """Return generalised advantages and returns.
 
-    `δ_t = r_t + γ V_{t+1} - V_t`, `A_t = Σ_l (γλ)^l δ_{t+l}`, `returns = A + V`; V past the end is 0. Where the mask
-    is False (tool output) a token is skipped: the next trained token's V and A pass through it unchanged, its own
-    reward and value are not read, and it gets 0 for both.
+    `δ_t = r_t + γ V_{t+1} - V_t`, `A_t = Σ_l (γλ)^l δ_{t+l}`, `returns = A + V`; V past the end is 0. A token whose mask is
+    False (tool output) is skipped: the next trained token's V and A pass through it unchanged, its own reward and value
+    are not read, and it gets 0 for both.
 
+    Args:
+        rewards: float [T].
+        values: float [T], the critic's.
+        sample_index: int64 [T], ascending.
+        mask: bool [T], True on trained tokens; None trains all.
+    Returns:
+        Advantages and returns, each float [T].
     Source: Schulman et al. 2015, eq. 16 (arXiv 1506.02438).
 
     >>> index = torch.tensor([0, 0])

@@ -1,6 +1,7 @@
 """Estimates of KL(policy ‖ reference) from the logprobs of sampled tokens, and a controller for their weight.
 
-All work on `d = logprobs - ref_logprobs` of tokens drawn from the policy. Axis: `T` tokens.
+All of them read `d = logprobs - ref_logprobs` of tokens that the policy drew. Axis: `T` tokens; every estimator takes and
+returns float [T].
 Source: Schulman 2020, "Approximating KL Divergence" (k1, k2, k3).
 """
 
@@ -22,17 +23,17 @@ KLEstimator = Callable[[Float[Tensor, " T"], Float[Tensor, " T"]], Float[Tensor,
 
 
 def k1(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """`d`: unbiased, may be negative; as a loss its expected gradient is 0."""
+    """Return `d`. It is unbiased and may be negative; as a loss its expected gradient is 0."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """`d² / 2`: biased, never negative; its gradient is the true gradient of the KL."""
+    """Return `d² / 2`. It is biased and never negative; its gradient is the true gradient of the KL."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def k3(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """`exp(-d) - 1 + d`: unbiased and never negative.
+    """Return `exp(-d) - 1 + d`. It is unbiased and never negative.
 
     Beyond d = -60 (float32; -600 in float64) it grows as a straight line instead of overflowing.
 
@@ -47,17 +48,17 @@ def k3(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Floa
 
 
 def low_var_kl(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """k3 clamped to [-10, 10]; a clamped token gets no gradient."""
+    """Return k3 clamped to [-10, 10]; a clamped token gets no gradient."""
     return k3(logprobs, ref_logprobs).clamp(-10.0, 10.0)
 
 
 def absolute(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """`|d|`."""
+    """Return `|d|`."""
     return (logprobs - ref_logprobs).abs()
 
 
 def k3_plus(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """The value of k3 with the gradient of k2: an unbiased number and an unbiased gradient."""
+    """Return the value of k3 with the gradient of k2: an unbiased number and an unbiased gradient."""
     straight = k2(logprobs, ref_logprobs)
     return straight + (k3(logprobs, ref_logprobs) - straight).detach()
 
@@ -72,10 +73,20 @@ def kl_per_token(
     ref_logprobs: Float[Tensor, " T"],
     old_logprobs: Float[Tensor, " T"] | None = None,
 ) -> Float[Tensor, " T"]:
-    """KL per token by the named estimator; with `old_logprobs`, times `ρ = exp(logprobs - old_logprobs)`.
+    """Return the KL of each token by the named estimator; with `old_logprobs`, times `ρ = exp(logprobs - old_logprobs)`.
 
-    That factor makes the estimate unbiased for tokens the old policy drew; its gradient is kept
-    (DeepSeek-V3.2 2025, section 3.1, "unbiased KL estimate"). Raises `ConfigError` for an unknown name.
+    That factor makes the estimate unbiased for tokens that the old policy drew; its gradient is kept
+    (DeepSeek-V3.2 2025, section 3.1, "unbiased KL estimate").
+
+    Args:
+        name: a key of `KL_ESTIMATORS`.
+        logprobs: float [T], of the policy.
+        ref_logprobs: float [T].
+        old_logprobs: float [T], of the policy that drew the tokens.
+    Returns:
+        float [T].
+    Raises:
+        ConfigError: if there is no estimator of this name.
     """
     catalog.find("kl_loss_type", name, catalog.KL_ESTIMATORS)
     value = KL_ESTIMATORS[name](logprobs, ref_logprobs)
@@ -84,7 +95,7 @@ def kl_per_token(
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveKL:
-    """State of a controller that steers the KL towards a target; `horizon` in samples."""
+    """State of a controller that steers the KL towards a target; `horizon` is in samples."""
 
     coef: float
     target: float
@@ -98,9 +109,10 @@ class AdaptiveKL:
 
 
 def update_kl_coef(state: AdaptiveKL, measured_kl: float, num_samples: int) -> AdaptiveKL:
-    """The controller after a step with this mean KL over this many samples.
+    """Return the controller after a step with this mean KL over this many samples.
 
-    `coef ← coef · (1 + clip(kl / target - 1, ±0.2) · num_samples / horizon)`: Ziegler et al. 2019, section 2.2.
+    `coef ← coef · (1 + clip(kl / target - 1, ±0.2) · num_samples / horizon)`.
+    Source: Ziegler et al. 2019, section 2.2.
 
     >>> update_kl_coef(AdaptiveKL(coef=0.1, target=2.0, horizon=100.0), measured_kl=9.0, num_samples=50).coef
     0.11000000000000001

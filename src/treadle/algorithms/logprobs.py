@@ -1,7 +1,7 @@
 """Logprobs and entropy of given tokens straight from hidden states, without ever holding N × V numbers.
 
-The logits are made tile by tile (some rows × some of the vocabulary), used while they are in cache, and thrown
-away; the backward pass makes them again. Memory beside the inputs and their gradients is a few tiles.
+The logits are computed tile by tile (some rows × some of the vocabulary), used while they are in cache, and dropped; the
+backward pass computes them again. Memory beside the inputs and their gradients is a few tiles.
 
 Axes: `N` rows (tokens to score), `D` hidden size, `V` vocabulary.
 """
@@ -19,29 +19,29 @@ from torch import Tensor
 from treadle.compiled_formula import OnePass
 
 CPU_TILE = (2048, 1024)
-"""Rows and vocabulary of a tile on a CPU, as measured: where all rows are in one tile, a weight's gradient needs no adding up."""
+"""Rows and vocabulary of a tile on a CPU, as measured. If all rows are in one tile, a weight's gradient needs no sum over tiles."""
 GPU_TILE = (4096, 8192)
-"""The same on a GPU, where the number of kernel launches counts and 200 MB do not."""
+"""Rows and vocabulary of a tile on a GPU, where the number of kernel launches matters and 200 MB do not."""
 
 
 class HeadKernel(Protocol):
-    """The same in compiled calls, where the logits have neither a bias nor a soft cap.
+    """The same computation in compiled calls, for logits that have neither a bias nor a soft cap.
 
-    `known` is float32 [N, 2]: what the scores `hidden @ weightᵀ` are multiplied by, and the target.
+    `known` is float32 [N, 2]: the factor on the scores `hidden @ weightᵀ`, and the target.
     """
 
     def fits(self, hidden: Tensor, weight: Tensor) -> bool:
-        """True where it can compute with these: [N, D] and [V, D]."""
+        """Return whether it can compute with these: hidden [N, D] and weight [V, D]."""
         ...
 
     def sums(self, hidden: Tensor, weight: Tensor, known: Tensor) -> Tensor:
-        """Of each row the log of its sum, its target's logit and its mean logit: float32 [N, 3]."""
+        """Return, for each row, the log of its sum, its target's logit and its mean logit: float32 [N, 3]."""
         ...
 
     def gradients(
         self, hidden: Tensor, weight: Tensor, known: Tensor, slopes: Tensor, asked: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of hidden and weight, those that are asked for.
+        """Return the gradients of hidden and weight, those that are asked for.
 
         `slopes` is float32 [N, 5]: the log of the row's sum, then share, slope, offset and factor of `_RowGradients`.
         """
@@ -49,9 +49,9 @@ class HeadKernel(Protocol):
 
 
 class LogprobOptions(TypedDict, total=False):
-    """What `logprobs_and_entropy` takes by keyword; all of it is optional."""
+    """Optional keywords of `logprobs_and_entropy`."""
 
-    kernel: HeadKernel | None  # computes where it fits
+    kernel: HeadKernel | None  # computes if it fits
     bias: Tensor | None  # [V], added to the logits
     logit_scale: float  # factor on the logits (Cohere; 1 / logits_scaling for Granite)
     logit_softcap: float | None  # logits become cap · tanh(logits / cap) (Gemma 2), after the scale
@@ -67,17 +67,25 @@ def logprobs_and_entropy(
     temperature: Float[Tensor, " N"] | float = 1.0,
     **options: Unpack[LogprobOptions],
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Logprob of each target token and entropy of the whole distribution it was drawn from.
+    """Return the logprob of each target token and the entropy of the whole distribution it was drawn from.
 
-    Both are of `softmax(logits / temperature)`, `logits = softcap(logit_scale · (hidden @ weightᵀ + bias))`. The
-    matmuls run in the dtype of `hidden` (a weight of another dtype is converted tile by tile), the softmax in
-    float32, or in float64 where `hidden` is. Gradients go to `hidden`, `weight` and `bias` where they ask for one,
-    exact for both outputs; sums over tiles are kept in float32. `temperature` gets no gradient.
+    Both are of `softmax(logits / temperature)`, `logits = softcap(logit_scale · (hidden @ weightᵀ + bias))`. The matmuls run
+    in the dtype of `hidden` (a weight of another dtype is converted tile by tile), the softmax in float32, or in float64 if
+    `hidden` is. Gradients for `hidden`, `weight` and `bias` are exact for both outputs; sums over tiles are kept in float32.
+    `temperature` gets no gradient.
 
-    The entropy is always computed: a compiled loop without it would round the logprobs differently, and logprobs of
-    two passes are compared. `targets` must lie in [0, V); a temperature must be above 0. For the options see
-    `LogprobOptions`. Same idea: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (cut
-    cross-entropy), arXiv 2411.09009.
+    The entropy is always computed: a compiled loop without it would round the logprobs differently, and logprobs of two passes
+    are compared.
+
+    Args:
+        hidden: float [N, D].
+        weight: float [V, D].
+        targets: int64 [N], in [0, V).
+        temperature: above 0; one number, or float [N].
+        options: see `LogprobOptions`.
+    Returns:
+        Logprobs and entropy, each [N].
+    Same idea: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009).
 
         >>> hidden, weight = torch.zeros(1, 3), torch.ones(4, 3)      # four equally likely tokens
         >>> logprobs, entropy = logprobs_and_entropy(hidden, weight, torch.tensor([2]))
@@ -125,7 +133,7 @@ def _spans(total: int, size: int) -> Iterator[slice]:
 
 
 def _scores(rows: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
-    """What the head gives for one tile, in the dtype of the rows."""
+    """Return the scores of the head for one tile, in the dtype of the rows."""
     out = memory[: rows.shape[0] * weight.shape[0]].view(rows.shape[0], weight.shape[0])
     return torch.mm(rows, weight.t(), out=out)
 
@@ -133,7 +141,7 @@ def _scores(rows: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
 def _logits(
     scores: Tensor, inverse_temperature: Tensor, bias: Tensor | None, plan: _Plan
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits of a tile in the softmax's dtype; and where they have a soft cap, its slope."""
+    """Return the logits of a tile in the softmax's dtype, and their slope if they have a soft cap."""
     logits = scores.to(inverse_temperature.dtype)
     if bias is not None:
         logits = logits + bias
@@ -146,8 +154,12 @@ def _logits(
 
 @OnePass
 def _take_in(sums: Tensor, scores: Tensor, known: Tensor, columns: Tensor, bias: Tensor | None, plan: _Plan) -> None:
-    """Adds one more tile to what is known of rows. Of each: sums, the log of the sum, the target's logit and the mean logit
-    [N, 3]; known, the inverse temperature and the target [N, 2], a float as columns are, which a loop compares quickly."""
+    """Add one more tile to the sums of rows.
+
+    Args:
+        sums: [N, 3]: the log of the sum, the target's logit and the mean logit.
+        known: [N, 2]: the inverse temperature and the target, a float as the columns are, which a loop compares quickly.
+    """
     (log_sum, target_logit, mean_logit), (inverse_temperature, target) = sums.split(1, 1), known.split(1, 1)
     logits, _ = _logits(scores, inverse_temperature, bias, plan)
     most = logits.amax(1, keepdim=True)
@@ -162,12 +174,12 @@ def _take_in(sums: Tensor, scores: Tensor, known: Tensor, columns: Tensor, bias:
 
 
 def _scaled(known: Tensor, plan: _Plan) -> Tensor:
-    """What a kernel knows of rows, made of the inverse temperature and the target [N, 2]."""
+    """Return what a kernel knows of rows, from the inverse temperature and the target [N, 2]."""
     return known * known.new_tensor([plan.logit_scale, 1.0])
 
 
 def _sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, known: Tensor, plan: _Plan) -> Tensor:
-    """What `_take_in` finds in all tiles, [N, 3]; known are the inverse temperature and the target [N, 2]."""
+    """Return what `_take_in` finds in all tiles, [N, 3]; `known` holds the inverse temperature and the target [N, 2]."""
     tile = plan.tile_shape(hidden, weight)
     memory = hidden.new_empty(tile[0] * tile[1])
     sums = torch.zeros(len(hidden), 3, dtype=known.dtype, device=hidden.device)
@@ -217,7 +229,7 @@ class _TiledLogprobs(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, None, None, None
         share = torch.zeros_like(log_sum) if grad_logprobs is None else grad_logprobs
-        if grad_entropy is None:  # then the gradient of its logprob is a factor of the whole row
+        if grad_entropy is None:  # the gradient of its logprob is then a factor of the whole row
             ones = torch.ones_like(log_sum)
             slopes, factor = (ones, torch.zeros_like(ones), ones), -share
         else:
@@ -236,10 +248,10 @@ class _TiledLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _RowGradients:
-    """What the backward pass knows of every row: the six numbers `_tile_gradient` asks for [N, 6], and a factor [N, 1].
+    """What the backward pass knows of every row: the six numbers that `_tile_gradient` reads [N, 6], and a factor [N, 1].
 
-    With P = softmax and H the entropy: d logprob / d logits = onehot - P, and d H / d logits = -P (log P + H). So
-    the gradient of a row is `factor` · (P (slope · log P + offset) - share · onehot).
+    With P = softmax and H the entropy: d logprob / d logits = onehot - P, and d H / d logits = -P (log P + H). So the gradient
+    of a row is `factor` · (P (slope · log P + offset) - share · onehot).
     """
 
     known: Tensor
@@ -248,7 +260,7 @@ class _RowGradients:
 
 @OnePass
 def _tile_gradient(scores: Tensor, known: Tensor, columns: Tensor, bias: Tensor | None, plan: _Plan) -> None:
-    """Makes of the scores of a tile the gradient with respect to them, up to a factor of the row, in place."""
+    """Replace the scores of a tile by the gradient with respect to them, up to a factor of the row."""
     inverse_temperature, target, log_sum, share, slope, offset = known.split(1, 1)
     logits, cap_slope = _logits(scores, inverse_temperature, bias, plan)
     log_probs = logits - log_sum
@@ -273,7 +285,7 @@ def _input_gradients(
     sum_hidden = torch.zeros_like(hidden, dtype=exact) if asked[0] else None
     grad_weight = torch.empty_like(weight) if asked[1] else None
     grad_bias = torch.empty_like(bias) if asked[2] and bias is not None else None
-    whole = tile[0] >= hidden.shape[0] > 0 and weight.dtype == hidden.dtype  # then there is nothing to add up
+    whole = tile[0] >= hidden.shape[0] > 0 and weight.dtype == hidden.dtype  # one tile of rows: nothing to add up
     for columns in _spans(weight.shape[0], tile[1]):
         tile_weight = weight[columns].to(hidden.dtype)
         numbers = torch.arange(columns.start, columns.stop, dtype=exact, device=hidden.device)

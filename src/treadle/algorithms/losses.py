@@ -1,6 +1,6 @@
 """Policy losses, the value loss and the plain language-model loss, all per token.
 
-A loss here is one number per token; `reduce.weighted_sum` makes it the loss of a step. The sequence-level ones
+A loss here is one number per token; `reduce.weighted_sum` makes the loss of a step from it. The sequence-level ones
 (`gspo`, `gmpo`, and the `opsm` mask) sum over a sample's trained tokens, so a micro-batch must hold whole samples.
 
 Axis: `T` tokens of many samples one after the other.
@@ -24,10 +24,10 @@ from treadle.algorithms.segments import capped_exp, num_samples_of, where_traine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyLossInputs:
-    """What a policy loss may read; `mask` is True on trained tokens (all of them where it is None).
+    """What a policy loss may read. `mask` is True on trained tokens; None trains all of them.
 
-    `logprobs` is the only one that gets a gradient. `rollout_logprobs` are always there in training.
-    `num_samples` saves a wait on a GPU if it is known.
+    Only `logprobs` gets a gradient. `rollout_logprobs` are always there in training. A known `num_samples` saves a
+    synchronisation with the GPU.
     """
 
     logprobs: Float[Tensor, " T"]
@@ -52,10 +52,10 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyLoss:
-    """Loss per token, 0 where untrained.
+    """What a policy loss returns: the loss per token, 0 on untrained tokens.
 
-    `clipped` is True where a trained token's gradient was cut (for cispo: bounded) because its ratio had left the
-    trust region. `ratio` is the probability ratio the loss used, without gradient, 1 where untrained.
+    `clipped` is True if a trained token's gradient was cut (for cispo: bounded) because its ratio had left the trust region.
+    `ratio` is the probability ratio that the loss used, without gradient, 1 on untrained tokens.
     """
 
     loss: Float[Tensor, " T"]
@@ -67,7 +67,7 @@ PolicyLossFn = Callable[[PolicyLossInputs], PolicyLoss]
 
 
 def ppo(inputs: PolicyLossInputs) -> PolicyLoss:
-    """PPO: `max(-ρA, -clip(ρ, 1-ε, 1+ε_high) A)`; with `eps_clip_c`, at most `-c·A` where A < 0.
+    """Return PPO's loss: `max(-ρA, -clip(ρ, 1-ε, 1+ε_high) A)`; with `eps_clip_c`, at most `-c·A` if A < 0.
 
     Source: Schulman et al. 2017, eq. 7 (arXiv 1707.06347); dual clip: Ye et al. 2019, eq. 5 (arXiv 1912.09729);
     `ε_high`: DAPO 2025, eq. 10 (arXiv 2503.14476).
@@ -80,7 +80,7 @@ def ppo(inputs: PolicyLossInputs) -> PolicyLoss:
 
 
 def gspo(inputs: PolicyLossInputs) -> PolicyLoss:
-    """GSPO: one ratio for the sequence, `log ρ = Σ m (lp - lp_old) / Σ m`, then PPO's clip.
+    """Return GSPO's loss: one ratio for the sequence, `log ρ = Σ m (lp - lp_old) / Σ m`, then PPO's clip.
 
     The gradient goes through the mean to every token of the sample. Needs whole samples.
     Source: Zheng et al. 2025, eq. 5 to 7 (arXiv 2507.18071).
@@ -89,9 +89,9 @@ def gspo(inputs: PolicyLossInputs) -> PolicyLoss:
 
 
 def gmpo(inputs: PolicyLossInputs) -> PolicyLoss:
-    """GMPO: `-A` times the geometric mean over the sample of its tokens' clipped ratios.
+    """Return GMPO's loss: `-A` times the geometric mean over the sample of its tokens' clipped ratios.
 
-    A token's ratio is clipped where that lowers the objective: above `1+ε_high` for A ≥ 0, below `1-ε` for A < 0.
+    A token's ratio is clipped if that lowers the objective: above `1+ε_high` for A ≥ 0, below `1-ε` for A < 0.
     The paper writes its range as exp(±0.4): that is `eps_clip` 0.33, `eps_clip_high` 0.49. Needs whole samples.
     Source: Zhao et al. 2025, "Geometric-Mean Policy Optimization", eq. 4 (arXiv 2507.20673).
     """
@@ -105,9 +105,9 @@ def gmpo(inputs: PolicyLossInputs) -> PolicyLoss:
 
 
 def cispo(inputs: PolicyLossInputs) -> PolicyLoss:
-    """CISPO: `-sg(clip(ρ, 1-ε, 1+ε_high)) · A · lp`; the clip bounds a token's weight, no token loses its gradient.
+    """Return CISPO's loss: `-sg(clip(ρ, 1-ε, 1+ε_high)) · A · lp`.
 
-    The paper has no lower bound: ε = 1.
+    The clip bounds a token's weight; no token loses its gradient. The paper has no lower bound: ε = 1.
     Source: MiniMax-M1 2025, eq. 4 and 5 (arXiv 2506.13585).
     """
     ratio = capped_exp(_log_ratio(inputs).detach())
@@ -117,7 +117,7 @@ def cispo(inputs: PolicyLossInputs) -> PolicyLoss:
 
 
 def sapo(inputs: PolicyLossInputs, *, sapo_tau_positive: float, sapo_tau_negative: float) -> PolicyLoss:
-    """SAPO: a soft gate instead of a clip, `-(4/τ) · sigmoid(τ (ρ - 1)) · A`, τ by the sign of A.
+    """Return SAPO's loss: a soft gate instead of a clip, `-(4/τ) · sigmoid(τ (ρ - 1)) · A`, τ by the sign of A.
 
     Nothing is ever clipped. Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv 2511.20347).
     """
@@ -128,12 +128,12 @@ def sapo(inputs: PolicyLossInputs, *, sapo_tau_positive: float, sapo_tau_negativ
 
 
 def dppo_tv(inputs: PolicyLossInputs) -> PolicyLoss:
-    """DPPO with total variation: the trust region is on probabilities, not on their ratio.
+    """Return DPPO's loss with total variation: the trust region is on probabilities, not on their ratio.
 
-    A token is kept if A > 0 and `p - p_roll ≤ ε_high`, or A ≤ 0 and `p - p_roll ≥ -ε`, where p_roll is its probability
-    under the policy that drew it (`rollout_logprobs`): the engine's rounding and older weights count as distance, so
-    tokens are dropped in the first step of a rollout too. The loss of a kept token is `-A · sg(min(ρ, c)) · lp` with
-    c = `eps_clip_c`, 20 unless set; ρ is the ratio to the trainer's old policy, as in the other losses.
+    A token is kept if A > 0 and `p - p_roll ≤ ε_high`, or A ≤ 0 and `p - p_roll ≥ -ε`. p_roll is its probability under the
+    policy that drew it (`rollout_logprobs`): the engine's rounding and older weights count as distance, so tokens are dropped
+    in the first step of a rollout too. The loss of a kept token is `-A · sg(min(ρ, c)) · lp` with c = `eps_clip_c`, 20 unless
+    set; ρ is the ratio to the trainer's old policy, as in the other losses.
     Source: "Rethinking the Trust Region in LLM Reinforcement Learning" 2026 (arXiv 2602.04879).
     """
     assert inputs.rollout_logprobs is not None, "dppo_tv compares with the rollout policy: give rollout_logprobs"
@@ -159,10 +159,17 @@ POLICY_LOSSES: Mapping[str, PolicyLossFn] = {name: find_policy_loss(name) for na
 
 
 def opsm_mask(inputs: PolicyLossInputs, delta: float) -> Bool[Tensor, " T"]:
-    """Off-policy sequence mask: False on the tokens to drop, those with A < 0 in a sample that drifted too far.
+    """Return the off-policy sequence mask: False on tokens with A < 0 in a sample that drifted too far.
 
-    Too far is `mean_m(lp_old - lp) > delta` over the sample's trained tokens. Multiply the policy loss by it and
-    leave the denominator alone. Needs whole samples. Source: DeepSeek-V3.2 2025, section 3.1 (arXiv 2512.02556).
+    Too far is `mean_m(lp_old - lp) > delta` over the sample's trained tokens. Multiply the policy loss by it and leave the
+    denominator alone. Needs whole samples.
+
+    Args:
+        inputs: of a policy loss.
+        delta: nats per token.
+    Returns:
+        bool [T].
+    Source: DeepSeek-V3.2 2025, section 3.1 (arXiv 2512.02556).
     """
     drift = -_log_ratio(inputs).detach()
     return ~((inputs.advantages < 0) & (_sample_mean(drift, inputs) > delta))
@@ -170,7 +177,7 @@ def opsm_mask(inputs: PolicyLossInputs, delta: float) -> Bool[Tensor, " T"]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueLoss:
-    """Loss per token, 0 where untrained; `clipped` is True where the clipped error was the larger one."""
+    """Loss per token, 0 on untrained tokens; `clipped` is True if the clipped error was the larger one."""
 
     loss: Float[Tensor, " T"]
     clipped: Bool[Tensor, " T"]
@@ -183,7 +190,16 @@ def value_loss(
     value_clip: float,
     mask: Bool[Tensor, " T"] | None = None,
 ) -> ValueLoss:
-    """`max((V_clip - ret)², (V - ret)²)`, `V_clip = V_old + clip(V - V_old, ±value_clip)`; there is no factor ½.
+    """Return `max((V_clip - ret)², (V - ret)²)`, `V_clip = V_old + clip(V - V_old, ±value_clip)`; there is no factor ½.
+
+    Args:
+        values: float [T], the critic's now.
+        old_values: float [T], the critic's before the step.
+        returns: float [T], what they should have been.
+        value_clip: above 0.
+        mask: bool [T], True on trained tokens; None trains all.
+    Returns:
+        The loss float [T], and where the error was clipped, bool [T].
 
     >>> two = torch.tensor([2.0])
     >>> value_loss(two, two * 0, two, value_clip=0.5).loss
@@ -198,7 +214,7 @@ def value_loss(
 
 
 def sft(logprobs: Float[Tensor, " T"], mask: Bool[Tensor, " T"] | None = None) -> Float[Tensor, " T"]:
-    """`-lp` on trained tokens, 0 elsewhere."""
+    """Return `-lp` on trained tokens, 0 elsewhere."""
     return -where_trained(logprobs, mask)
 
 
@@ -207,12 +223,12 @@ def _log_ratio(inputs: PolicyLossInputs) -> Tensor:
 
 
 def _sample_mean(values: Tensor, inputs: PolicyLossInputs) -> Tensor:
-    """Mean over a sample's trained tokens, on each of its tokens."""
+    """Return the mean over a sample's trained tokens, on each of its tokens."""
     return sample_means(values, inputs.sample_index, inputs.samples, inputs.mask)[inputs.sample_index]
 
 
 def _left_region(ratio: Tensor, low: float, high: float, advantages: Tensor) -> Tensor:
-    """True where the ratio left [low, high] on the side that the update pushes it to."""
+    """Return True where the ratio left [low, high] on the side that the update pushes it to."""
     return torch.where(advantages >= 0, ratio > high, ratio < low)
 
 

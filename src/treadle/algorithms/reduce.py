@@ -3,8 +3,8 @@
     loss = Σ_t x_t · w_t
 
 The denominators inside the weights are those of the whole optimizer step (all micro-batches, all ranks) and are
-passed in. So the sum of the micro-batches' losses, and of their gradients, is the same however the step is split,
-ordered, packed or spread over ranks.
+passed in. The sum of the micro-batches' losses, and of their gradients, is therefore the same however the step is
+split, ordered, packed or spread over ranks.
 
 Axes: `S` samples, `T` tokens of many samples one after the other.
 """
@@ -22,7 +22,7 @@ from treadle.algorithms.segments import dense_ids, safe_divide, segment_sum, tra
 
 
 class Mode(StrEnum):
-    """What counts the same in the loss."""
+    """What has the same weight in the loss."""
 
     PER_SAMPLE = "per_sample"  # every trajectory: 1 / (its trained tokens · global batch size)
     PER_TOKEN = "per_token"  # every token: 1 / (trained tokens of the step); DAPO
@@ -31,10 +31,10 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """The numbers of a whole optimizer step that its weights are divided by.
+    """The numbers of a whole optimizer step that its weights are divided by; only those that the mode uses are read.
 
-    `batch_size` counts trajectories (samples, where none is fanned out), `total_tokens` trained tokens, `max_length`
-    is the constant divisor. Only those that the mode uses are read.
+    `batch_size` counts trajectories (samples, unless several come from one trajectory), `total_tokens` counts trained
+    tokens, and `max_length` is the constant divisor.
     """
 
     mode: Mode = Mode.PER_SAMPLE
@@ -46,7 +46,15 @@ class Denominators:
 def trained_tokens(
     sample_index: Int64[Tensor, " T"], num_samples: int, mask: Bool[Tensor, " T"] | None = None
 ) -> Int64[Tensor, " S"]:
-    """How many tokens of each sample are trained (mask True; all where there is no mask)."""
+    """Count the trained tokens of each sample.
+
+    Args:
+        sample_index: int64 [T], ascending.
+        num_samples: S.
+        mask: bool [T], True on trained tokens; None trains all.
+    Returns:
+        int64 [S].
+    """
     ones = torch.ones_like(sample_index) if mask is None else mask.to(torch.int64)
     return torch.zeros(num_samples, dtype=torch.int64, device=sample_index.device).index_add(0, sample_index, ones)
 
@@ -54,10 +62,15 @@ def trained_tokens(
 def trajectory_tokens(
     lengths: Int64[Tensor, " S"], trajectory_ids: Int64[Tensor, " S"] | None = None
 ) -> Int64[Tensor, " S"]:
-    """Trained tokens of the whole trajectory each sample was cut from: its length in the per-sample mean.
+    """Return the trained tokens of the whole trajectory of each sample: its length in the per-sample mean.
 
-    Give it all samples of the step, then cut the result into micro-batches. Without ids every sample is its own
-    trajectory.
+    Pass all samples of the step, then cut the result into micro-batches.
+
+    Args:
+        lengths: int64 [S], trained tokens of each sample.
+        trajectory_ids: int64 [S]; without them every sample is its own trajectory.
+    Returns:
+        int64 [S].
 
     >>> trajectory_tokens(torch.tensor([3, 5, 2]), torch.tensor([7, 9, 7])).tolist()
     [5, 5, 5]
@@ -75,13 +88,17 @@ def token_weights(
     mask: Bool[Tensor, " T"] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " T"]:
-    """Weight of each token in the loss.
+    """Return the weight of each token in the loss; 0 on untrained tokens. A denominator of 0 gives weight 0, never NaN.
 
-    `mask` is True on trained tokens; the others get 0. `sample_tokens` is `trajectory_tokens` of this micro-batch's
-    samples (read in the per-sample mode only). A denominator of 0 gives weight 0, never NaN.
-
-    Source: the per-sample mean is GRPO's (DeepSeekMath 2024, eq. 3), the token mean DAPO's (2025, eq. 8), the
-    constant Dr. GRPO's (Liu et al. 2025, section 3.2).
+    Args:
+        sample_index: int64 [T], ascending.
+        sample_tokens: int64 [S], `trajectory_tokens` of this micro-batch's samples; read in the per-sample mode only.
+        denominators: the numbers of the whole optimizer step.
+        mask: bool [T], True on trained tokens; None trains all.
+    Returns:
+        [T] in `dtype`.
+    Source: the per-sample mean is GRPO's (DeepSeekMath 2024, eq. 3), the token mean DAPO's (2025, eq. 8), the constant
+    Dr. GRPO's (Liu et al. 2025, section 3.2).
 
     >>> index = torch.tensor([0, 0, 1])
     >>> token_weights(index, torch.tensor([2, 1]), Denominators(batch_size=4)).tolist()
@@ -96,7 +113,7 @@ def token_weights(
 
 
 def weighted_sum(values: Float[Tensor, " T"], weights: Float[Tensor, " T"]) -> Float[Tensor, ""]:
-    """Σ x_t · w_t, differentiable in x; whatever stands where the weight is 0 does not matter, be it NaN."""
+    """Return Σ x_t · w_t, differentiable in x. A value whose weight is 0 has no effect, even if it is NaN."""
     return (torch.where(weights != 0, values, 0.0) * weights).sum()
 
 
@@ -106,7 +123,7 @@ def sample_means(
     num_samples: int,
     mask: Bool[Tensor, " T"] | None = None,
 ) -> Float[Tensor, " S"]:
-    """Mean of the values over each sample's trained tokens; 0 for a sample without any."""
+    """Return the mean of the values over each sample's trained tokens, [S]; 0 for a sample without any."""
     ones = trained(mask, values)
     total = segment_sum(torch.where(ones != 0, values, 0.0), sample_index, num_samples)
     return safe_divide(total, segment_sum(ones, sample_index, num_samples))

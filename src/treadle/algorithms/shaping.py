@@ -1,8 +1,9 @@
 """From raw rewards to one shaped reward per sample, within groups found by id.
 
-Groups may have any sizes and any order. Where `trajectory_ids` is given (fan-out: several samples cut from one
-rollout), a trajectory counts once in its group's statistics however many samples it was cut into; samples of one
-trajectory are expected to carry the same reward.
+Groups may have any sizes and any order. With `trajectory_ids` (several samples cut from one trajectory), a trajectory
+counts once in its group's statistics, however many samples it was cut into; samples of one trajectory are expected to carry
+the same reward. All functions take `rewards` float [S], `group_ids` int64 [S] and `trajectory_ids` int64 [S] or None, and
+return float [S].
 
 Axes: `S` samples, `G` groups, `P` parts of a reward.
 """
@@ -25,8 +26,8 @@ EPSILON = 1e-6
 class GroupStatistics:
     """What the samples of a group are compared with.
 
-    `centred` is reward minus group mean, exactly 0 where all rewards of a group are equal. `std` divides by n - 1
-    and is 0 for a group of one.
+    `centred` is reward minus group mean, exactly 0 if all rewards of a group are equal. `std` divides by n - 1 and is 0 for a
+    group of one.
     """
 
     index: Int64[Tensor, " S"]  # dense group number of each sample
@@ -39,7 +40,7 @@ class GroupStatistics:
 def group_statistics(
     rewards: Float[Tensor, " S"], group_ids: Int64[Tensor, " S"], trajectory_ids: Int64[Tensor, " S"] | None = None
 ) -> GroupStatistics:
-    """Size, mean, standard deviation (n - 1) of each group, and how far each sample is from its mean."""
+    """Return size, mean and standard deviation (n - 1) of each group, and how far each sample is from its mean."""
     index, count = dense_ids(group_ids)
     share = _shares(rewards, index, trajectory_ids)
     size = segment_sum(share, index, count)
@@ -59,8 +60,9 @@ def grpo_rewards(
     std_normalization: bool = True,
     eps: float = EPSILON,
 ) -> Float[Tensor, " S"]:
-    """`(r - mean) / (std + eps)`; without the division it is Dr. GRPO's. 0 for a group of one or of equal rewards.
+    """Return `(r - mean) / (std + eps)`, and Dr. GRPO's `r - mean` without the division.
 
+    A group of one, or of equal rewards, gets 0.
     Source: DeepSeekMath 2024, section 4.1.2 (arXiv 2402.03300); Dr. GRPO: Liu et al. 2025 (arXiv 2503.20783).
 
     >>> grpo_rewards(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 1]), std_normalization=False).tolist()
@@ -73,7 +75,7 @@ def grpo_rewards(
 def rloo_rewards(
     rewards: Float[Tensor, " S"], group_ids: Int64[Tensor, " S"], trajectory_ids: Int64[Tensor, " S"] | None = None
 ) -> Float[Tensor, " S"]:
-    """`n / (n - 1) · (r - mean)`: the reward minus the mean of the others; 0 for a group of one.
+    """Return `n / (n - 1) · (r - mean)`: the reward minus the mean of the others; 0 for a group of one.
 
     Source: Ahmadian et al. 2024, "Back to Basics", section 3 (arXiv 2402.14740).
 
@@ -87,7 +89,7 @@ def rloo_rewards(
 def centred_rewards(
     rewards: Float[Tensor, " S"], group_ids: Int64[Tensor, " S"], trajectory_ids: Int64[Tensor, " S"] | None = None
 ) -> Float[Tensor, " S"]:
-    """`r - mean`: REINFORCE++-baseline (Hu 2025, arXiv 2501.03262)."""
+    """Return `r - mean`: REINFORCE++-baseline (Hu 2025, arXiv 2501.03262)."""
     return group_statistics(rewards, group_ids, trajectory_ids).centred
 
 
@@ -97,7 +99,7 @@ def maxrl_rewards(
     trajectory_ids: Int64[Tensor, " S"] | None = None,
     eps: float = EPSILON,
 ) -> Float[Tensor, " S"]:
-    """`(r - mean) / (mean + eps)`, for rewards that are not negative; rare successes weigh more.
+    """Return `(r - mean) / (mean + eps)`, for rewards that are not negative; rare successes weigh more.
 
     Source: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning" (arXiv 2602.02710).
 
@@ -111,10 +113,10 @@ def maxrl_rewards(
 def opo_rewards(
     rewards: Float[Tensor, " S"], group_ids: Int64[Tensor, " S"], lengths: Int64[Tensor, " S"]
 ) -> Float[Tensor, " S"]:
-    """`r - Σ l·r / Σ l`: the baseline weighs every sample by its trained tokens `l`.
+    """Return `r - Σ l·r / Σ l`: the baseline weights every sample by its trained tokens `l`, `lengths` int64 [S].
 
-    Fan-out needs no ids here: the lengths of a trajectory's samples add up to its own. A group without a trained
-    token gets 0. Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", eq. 7 (arXiv 2505.23585).
+    Fan-out needs no ids here: the lengths of a trajectory's samples add up to its own. A group without a trained token gets 0.
+    Source: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", eq. 7 (arXiv 2505.23585).
 
     >>> opo_rewards(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 3])).tolist()
     [0.75, -0.25]
@@ -135,9 +137,13 @@ def gdpo_rewards(
     trajectory_ids: Int64[Tensor, " S"] | None = None,
     std_normalization: bool = True,
 ) -> Float[Tensor, " S"]:
-    """Each part of the reward normalised in its group, then added by weight; to be whitened over the batch.
+    """Return the parts of the reward, each normalised in its group as in `grpo_rewards`, added by weight.
 
-    So a part with a small spread is not drowned by one with a large spread.
+    A part with a small spread then counts as much as one with a large spread. The sum is to be whitened over the batch.
+
+    Args:
+        reward_parts: float [S, P].
+        part_weights: float [P].
     Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization" 2026 (arXiv 2601.05242).
     """
     columns = [
@@ -154,10 +160,10 @@ def passk_rewards(
     std_normalization: bool = True,
     eps: float = EPSILON,
 ) -> Float[Tensor, " S"]:
-    """`(r_max - r_2nd) / (std + eps)` for the best sample of the group, 0 for the others.
+    """Return `(r_max - r_2nd) / (std + eps)` for the best sample of the group, 0 for the others.
 
-    A tie for the best, or a group of one, gives 0 to all. Source: Tang et al. 2025, "Optimizing Language Models for
-    Inference Time Objectives using Reinforcement Learning" (arXiv 2503.19595).
+    A tie for the best, or a group of one, gives 0 to all. Source: Tang et al. 2025, "Optimizing Language Models for Inference
+    Time Objectives using Reinforcement Learning" (arXiv 2503.19595).
 
     >>> passk_rewards(torch.tensor([1.0, 4.0, 2.0]), torch.zeros(3).long(), std_normalization=False).tolist()
     [0.0, 2.0, 0.0]
@@ -176,7 +182,7 @@ def passk_rewards(
 
 
 def _shares(rewards: Tensor, group_index: Tensor, trajectory_ids: Tensor | None) -> Tensor:
-    """What each sample counts in its group: 1 / (samples of its trajectory), [S]."""
+    """Return what each sample counts in its group: 1 / (samples of its trajectory), [S]."""
     if trajectory_ids is None:
         return torch.ones_like(rewards)
     trajectory, count = dense_ids(trajectory_ids)
@@ -187,7 +193,11 @@ def _shares(rewards: Tensor, group_index: Tensor, trajectory_ids: Tensor | None)
 def combine_rewards(
     reward_parts: Float[Tensor, "S P"], part_weights: Float[Tensor, " P"], scale: float = 1.0, bias: float = 0.0
 ) -> Float[Tensor, " S"]:
-    """Several reward functions as one reward: `scale · Σ_p weight_p · part_p + bias`.
+    """Return several rewards as one: `scale · Σ_p weight_p · part_p + bias`.
+
+    Args:
+        reward_parts: float [S, P].
+        part_weights: float [P].
 
     >>> combine_rewards(torch.tensor([[1.0, 0.5]]), torch.tensor([1.0, 2.0]), scale=10.0, bias=1.0).tolist()
     [21.0]
@@ -196,7 +206,7 @@ def combine_rewards(
 
 
 def clip_rewards(rewards: Float[Tensor, " S"], low: float | None, high: float | None) -> Float[Tensor, " S"]:
-    """Rewards cut to [low, high]; None leaves that side open."""
+    """Return rewards cut to [low, high]; None leaves that side open. Raises `ConfigError` if low is above high."""
     if low is not None and high is not None and low > high:
         raise ConfigError(f"the reward clip's lower bound {low} is above its upper bound {high}; swap them")
     return rewards.clone() if low is None and high is None else rewards.clamp(low, high)
@@ -205,9 +215,15 @@ def clip_rewards(rewards: Float[Tensor, " S"], low: float | None, high: float | 
 def overlong_penalty(
     lengths: Int64[Tensor, " S"], max_length: int, buffer_length: int, factor: float = 1.0
 ) -> Float[Tensor, " S"]:
-    """Penalty to add to the reward of a long sample: 0 up to `max_length - buffer_length`, `-factor` at `max_length`.
+    """Return what to add to the reward of a long sample: 0 up to `max_length - buffer_length`, `-factor` at `max_length`.
 
-    Linear in between, and `-factor` beyond. Lengths in tokens. Source: DAPO 2025, eq. 13 (arXiv 2503.14476).
+    Linear in between, and `-factor` beyond.
+
+    Args:
+        lengths: int64 [S], tokens.
+    Raises:
+        ConfigError: if `buffer_length` is not in 1..max_length.
+    Source: DAPO 2025, eq. 13 (arXiv 2503.14476).
 
     >>> overlong_penalty(torch.tensor([10, 14, 16, 99]), max_length=16, buffer_length=4).tolist()
     [0.0, -0.5, -1.0, -1.0]
@@ -220,7 +236,7 @@ def overlong_penalty(
 
 @dataclass(frozen=True, slots=True)
 class RunningMoments:
-    """Count, mean and sum of squared distances of all rewards seen so far; plain numbers, so it saves and resumes."""
+    """Count, mean and sum of squared distances of all rewards so far; plain numbers, which are saved and resumed."""
 
     count: int = 0
     mean: float = 0.0
@@ -233,7 +249,7 @@ class RunningMoments:
 
 
 def update_moments(state: RunningMoments, rewards: Float[Tensor, " S"]) -> RunningMoments:
-    """The moments with these rewards added (Chan, Golub and LeVeque 1979, pairwise update)."""
+    """Return the moments with these rewards added (Chan, Golub and LeVeque 1979, pairwise update)."""
     count = rewards.numel()
     if count == 0:
         return state
@@ -246,5 +262,5 @@ def update_moments(state: RunningMoments, rewards: Float[Tensor, " S"]) -> Runni
 
 
 def normalize_running(rewards: Float[Tensor, " S"], state: RunningMoments, eps: float = EPSILON) -> Float[Tensor, " S"]:
-    """`(r - mean) / (std + eps)` with the moments of the whole run; unchanged while fewer than two were seen."""
+    """Return `(r - mean) / (std + eps)` with the moments of the whole run; unchanged while fewer than two were seen."""
     return (rewards - state.mean) / (state.std + eps) if state.count > 1 else rewards.clone()

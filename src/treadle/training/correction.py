@@ -7,8 +7,7 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from treadle.algorithms.corrections import correct, m2po_mask
-from treadle.algorithms.selection import top_entropy_mask
+from treadle.algorithms.corrections import correct, m2po_mask, top_entropy_mask
 from treadle.catalog import CORRECTIONS, Bound, CorrectionSettings, Level, find
 from treadle.config import AlgorithmSection
 from treadle.errors import ConfigError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treadle.algorithms.selection import top_entropy_mask
+from treadle.algorithms.corrections import top_entropy_mask
 from treadle.errors import ConfigError
 
 ENTROPY = torch.tensor([0.3, 2.0, 0.0, 1.0, 1.0, 5.0])
