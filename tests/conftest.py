@@ -42,6 +42,15 @@ hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy mac
 hypothesis.settings.load_profile("no deadline")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of a file, and all that share one Ray, on one worker of pytest-xdist (`--dist loadgroup`)."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        uses_ray = "ray_here" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if uses_ray else str(item.path)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny matmuls are quicker on one thread, and results do not depend on the machine's cores."""
