@@ -287,7 +287,8 @@ def run_both(
     old = rollout.logprobs(1)
     now = old + rollout.random(2, 0.4) * rollout.mask
     logprobs = now.clone().requires_grad_()
-    result = find_policy_loss(name)(loss_inputs(rollout, logprobs, old, advantages, **settings))
+    clips = {key: value for key, value in settings.items() if key.startswith("eps_clip")}
+    result = find_policy_loss(name, settings)(loss_inputs(rollout, logprobs, old, advantages, **clips))
     scale = 1.0 if factor is None else rollout.pack(factor)
     mine = value_and_gradient(weighted_sum(result.loss * scale, our_weights(rollout, MODES[mode])), logprobs)
     logprobs = now.clone().requires_grad_()

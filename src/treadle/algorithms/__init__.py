@@ -1,8 +1,8 @@
 """The maths of Treadle: pure functions from tensors to tensors, float32 or float64, inputs never changed.
 
 A token's loss mask is True where it is trained. Per-token vectors hold the tokens of many samples one after the
-other, with the ascending `sample_index`; samples know their group by id. `NEEDS` says what each algorithm must be
-given, `ESTIMATORS`, `POLICY_LOSSES`, `KL_ESTIMATORS` and `CORRECTIONS` are the tables of names.
+other, with the ascending `sample_index`; samples know their group by id. `ESTIMATORS`, `POLICY_LOSSES`,
+`KL_ESTIMATORS` and `CORRECTIONS` are tables by name, made from the records of `treadle.catalog`.
 """
 
 from treadle.algorithms.advantages import (
@@ -39,7 +39,6 @@ from treadle.algorithms.losses import (
     sft,
     value_loss,
 )
-from treadle.algorithms.needs import NEEDS, Needs, needs_of
 from treadle.algorithms.reduce import (
     Denominators,
     Mode,
@@ -58,55 +57,3 @@ from treadle.algorithms.shaping import (
     overlong_penalty,
     update_moments,
 )
-
-__all__ = [
-    "CORRECTIONS",
-    "ESTIMATORS",
-    "KL_ESTIMATORS",
-    "NEEDS",
-    "POLICY_LOSSES",
-    "AdaptiveKL",
-    "AdvantageInputs",
-    "AdvantageSettings",
-    "Advantages",
-    "Bound",
-    "Correction",
-    "CorrectionSettings",
-    "Denominators",
-    "Estimator",
-    "Level",
-    "Mode",
-    "Needs",
-    "PolicyLoss",
-    "PolicyLossFn",
-    "PolicyLossInputs",
-    "RunningMoments",
-    "ValueLoss",
-    "clip_rewards",
-    "combine_rewards",
-    "compute_advantages",
-    "correct",
-    "discounted_returns",
-    "find_estimator",
-    "find_policy_loss",
-    "gae",
-    "kl_per_token",
-    "logprobs_and_entropy",
-    "m2po_mask",
-    "needs_of",
-    "normalize_running",
-    "opsm_mask",
-    "overlong_penalty",
-    "sample_means",
-    "sft",
-    "token_weights",
-    "top_entropy_mask",
-    "trained_tokens",
-    "trajectory_tokens",
-    "update_kl_coef",
-    "update_moments",
-    "value_loss",
-    "weighted_sum",
-    "whiten",
-    "whitening_sums",
-]

@@ -9,13 +9,14 @@ Axes: `S` samples, `P` parts of a reward, `T` tokens of many samples one after t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from treadle import catalog
 from treadle.algorithms import shaping
 from treadle.algorithms.gae import discounted_returns, gae, last_of_sample
 from treadle.algorithms.reduce import trained_tokens
@@ -30,9 +31,8 @@ SumOverRanks = Callable[[Tensor], Tensor]
 class AdvantageInputs:
     """A whole rollout's rewards and the tokens they belong to; only whole groups, in any order.
 
-    `mask` is True on trained tokens (all of them where it is None). `positions` is each token's place in its
-    sequence, needed only where a discount meets tokens that were left out. `kl` and `values` are read by the
-    estimators that say so, `reward_parts` and `part_weights` by gdpo, the last two by on-policy distillation.
+    `mask` is True on trained tokens; None trains all of them. `kl`, `values`, `reward_parts` and `part_weights` are read by
+    the estimators whose traits say so, the last two by on-policy distillation.
     """
 
     rewards: Float[Tensor, " S"]
@@ -44,7 +44,6 @@ class AdvantageInputs:
     part_weights: Float[Tensor, " P"] | None = None
     kl: Float[Tensor, " T"] | None = None  # KL of policy and reference, for the reward
     values: Float[Tensor, " T"] | None = None  # the critic's
-    positions: Int64[Tensor, " T"] | None = None
     student_logprobs: Float[Tensor, " T"] | None = None
     teacher_logprobs: Float[Tensor, " T"] | None = None
 
@@ -77,26 +76,18 @@ SpreadFn = Callable[
 """(shaped rewards, inputs, settings) → (advantages, returns), not yet whitened; untrained tokens are zeroed later."""
 
 
-@dataclass(frozen=True, slots=True)
-class Estimator:
+@dataclass(frozen=True)
+class Estimator(catalog.Traits):
     """One way to turn rewards into advantages; your own may be given wherever a name may.
 
-    `shape` sees whole groups, and of the tokens only which are trained; `spread` sees what models say of each token,
-    and groups that may be in parts.
+    `shape` reads whole groups, and of the tokens only which are trained. `spread` reads what models say of each token,
+    and groups may be in parts.
     """
 
     name: str
     shape: ShapeFn
     spread: SpreadFn
-    source: str
-    needs_group: bool = False  # compares samples of a group: it needs more than one of them
-    per_token_reward: bool = False  # reads `kl` and `kl_coef`
-    uses_gamma: bool = False
-    needs_values: bool = False
-    needs_parts: bool = False  # reads `reward_parts`
-    whitens: bool = False
-    divides_by_mean: bool = False  # by that of the group, so rewards must not be negative
-    policy_loss: str = "ppo"  # the loss it is used with unless another is asked for
+    source: str = ""
 
 
 def compute_advantages(
@@ -156,11 +147,11 @@ def spread_advantages(
     return Advantages(advantages, where_trained(returns, inputs.mask), shaped)
 
 
-def find_estimator(name: str) -> Estimator:
-    """The estimator of this name; `ConfigError` where there is none."""
-    if name not in ESTIMATORS:
-        raise ConfigError(f"advantage_estimator {name!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[name]
+def find_estimator(name: str, settings: Mapping[str, Any] | None = None) -> Estimator:
+    """Return the estimator of this name, with its own parameters as in `settings`; raise `ConfigError` if there is none."""
+    record = catalog.find("advantage_estimator", name, catalog.ESTIMATORS)
+    traits = {trait.name: getattr(record, trait.name) for trait in fields(catalog.Traits)}
+    return Estimator(record.name, record.load(settings), record.load_spread(), record.source, **traits)
 
 
 _SHAPE_NEEDS = ("reward_parts", "part_weights")
@@ -168,7 +159,7 @@ _SPREAD_NEEDS = ("kl", "values", "student_logprobs", "teacher_logprobs")
 
 
 def _check(names: tuple[str, ...], rule: Estimator, inputs: AdvantageInputs, settings: AdvantageSettings) -> None:
-    """Raise `ConfigError` where a setting is not read, or one of these inputs is needed and missing."""
+    """Raise `ConfigError` if a setting is not read, or one of these inputs is needed and missing."""
     if settings.kl_coef and not rule.per_token_reward:
         raise ConfigError(
             f"kl_coef {settings.kl_coef} does nothing with advantage_estimator {rule.name!r}; use use_kl_loss instead"
@@ -177,20 +168,10 @@ def _check(names: tuple[str, ...], rule: Estimator, inputs: AdvantageInputs, set
     needed = {
         "kl": settings.kl_coef != 0,
         "values": rule.needs_values,
-        "reward_parts": rule.needs_parts,
-        "part_weights": rule.needs_parts,
-        "student_logprobs": opd,
-        "teacher_logprobs": opd,
+        **dict.fromkeys(("reward_parts", "part_weights"), rule.needs_parts),
+        **dict.fromkeys(("student_logprobs", "teacher_logprobs"), opd),
     }
-    given = {
-        "kl": inputs.kl,
-        "values": inputs.values,
-        "reward_parts": inputs.reward_parts,
-        "part_weights": inputs.part_weights,
-        "student_logprobs": inputs.student_logprobs,
-        "teacher_logprobs": inputs.teacher_logprobs,
-    }
-    missing = [name for name in needed if name in names and needed[name] and given[name] is None]
+    missing = [name for name in names if needed[name] and getattr(inputs, name) is None]
     if missing:
         raise ConfigError(f"advantage_estimator {rule.name!r} needs {', '.join(missing)} with these settings")
 
@@ -240,7 +221,7 @@ def returns_to_go(
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """`G_t = r_t + γ G_{t+1}`, with the reward on the last trained token and -kl_coef · KL on all trained ones."""
     rewards = token_rewards(shaped, inputs, settings)
-    tokens = discounted_returns(rewards, inputs.sample_index, settings.gamma, inputs.positions)
+    tokens = discounted_returns(rewards, inputs.sample_index, settings.gamma)
     return tokens, tokens
 
 
@@ -273,34 +254,41 @@ def _kl_rewards(shaped: Tensor, inputs: AdvantageInputs, settings: AdvantageSett
     return -settings.kl_coef * where_trained(inputs.kl, inputs.mask)
 
 
-def _identity(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+def unshaped(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
+    """Return the rewards as they are."""
     return inputs.rewards.clone()
 
 
-def _grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
+    """Return `shaping.grpo_rewards` of the rewards."""
     return shaping.grpo_rewards(
         inputs.rewards, inputs.group_ids, inputs.trajectory_ids, std_normalization=settings.std_normalization
     )
 
 
-def _rloo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+def rloo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
+    """Return `shaping.rloo_rewards` of the rewards."""
     return shaping.rloo_rewards(inputs.rewards, inputs.group_ids, inputs.trajectory_ids)
 
 
-def _centred(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+def centred(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
+    """Return `shaping.centred_rewards` of the rewards."""
     return shaping.centred_rewards(inputs.rewards, inputs.group_ids, inputs.trajectory_ids)
 
 
-def _maxrl(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+def maxrl(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
+    """Return `shaping.maxrl_rewards` of the rewards."""
     return shaping.maxrl_rewards(inputs.rewards, inputs.group_ids, inputs.trajectory_ids)
 
 
-def _opo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+def opo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
+    """Return `shaping.opo_rewards` of the rewards, by trained tokens."""
     lengths = trained_tokens(inputs.sample_index, inputs.rewards.numel(), inputs.mask)
     return shaping.opo_rewards(inputs.rewards, inputs.group_ids, lengths)
 
 
-def _gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+def gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
+    """Return `shaping.gdpo_rewards` of the parts of the rewards."""
     assert inputs.reward_parts is not None
     assert inputs.part_weights is not None
     return shaping.gdpo_rewards(
@@ -308,55 +296,12 @@ def _gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
     )
 
 
-def _passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+def passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
+    """Return `shaping.passk_rewards` of the rewards."""
     return shaping.passk_rewards(
         inputs.rewards, inputs.group_ids, inputs.trajectory_ids, std_normalization=settings.std_normalization
     )
 
 
-_GRPO_SOURCE = "DeepSeekMath 2024, section 4.1.2, arXiv 2402.03300"
-_HU_SOURCE = "Hu 2025, REINFORCE++, arXiv 2501.03262"
-_ALL = (
-    Estimator("grpo", _grpo, broadcast, _GRPO_SOURCE, needs_group=True),
-    Estimator("gspo", _grpo, broadcast, "Zheng et al. 2025, arXiv 2507.18071", needs_group=True, policy_loss="gspo"),
-    Estimator("cispo", _grpo, broadcast, "MiniMax-M1 2025, arXiv 2506.13585", needs_group=True, policy_loss="cispo"),
-    Estimator("rloo", _rloo, broadcast, "Ahmadian et al. 2024, arXiv 2402.14740", needs_group=True),
-    Estimator(
-        "reinforce_plus_plus",
-        _identity,
-        returns_to_go,
-        _HU_SOURCE,
-        per_token_reward=True,
-        uses_gamma=True,
-        whitens=True,
-    ),
-    Estimator(
-        "reinforce_plus_plus_baseline",
-        _centred,
-        broadcast_minus_kl,
-        _HU_SOURCE,
-        needs_group=True,
-        per_token_reward=True,
-        whitens=True,
-    ),
-    Estimator(
-        "maxrl", _maxrl, broadcast, "Tajwar et al. 2026, arXiv 2602.02710", needs_group=True, divides_by_mean=True
-    ),
-    Estimator("opo", _opo, broadcast, "Hao et al. 2025, arXiv 2505.23585", needs_group=True),
-    Estimator(
-        "gdpo", _gdpo, broadcast, "GDPO 2026, arXiv 2601.05242", needs_group=True, needs_parts=True, whitens=True
-    ),
-    Estimator("passk", _passk, broadcast, "Tang et al. 2025, arXiv 2503.19595", needs_group=True),
-    Estimator(
-        "ppo",
-        _identity,
-        critic_advantages,
-        "Schulman et al. 2015 and 2017, arXiv 1506.02438 and 1707.06347",
-        per_token_reward=True,
-        uses_gamma=True,
-        needs_values=True,
-    ),
-)
-
-ESTIMATORS: Mapping[str, Estimator] = MappingProxyType({rule.name: rule for rule in _ALL})
+ESTIMATORS: Mapping[str, Estimator] = {name: find_estimator(name) for name in catalog.ESTIMATORS}
 """Every estimator by its name in a recipe (`advantage_estimator`)."""

@@ -238,7 +238,7 @@ def _take(inputs: AdvantageInputs, samples: Sequence[int]) -> tuple[AdvantageInp
     counts = torch.tensor([p.numel() for p in places], dtype=torch.int64)
     changes: dict[str, Tensor] = {"sample_index": torch.repeat_interleave(torch.arange(len(samples)), counts)}
     per_sample = ("rewards", "group_ids", "trajectory_ids", "reward_parts")
-    per_token = ("mask", "kl", "values", "positions", "student_logprobs", "teacher_logprobs")
+    per_token = ("mask", "kl", "values", "student_logprobs", "teacher_logprobs")
     for names, order in ((per_sample, chosen), (per_token, where)):
         present = {name: value for name in names if (value := getattr(inputs, name)) is not None}
         changes |= {name: value[order] for name, value in present.items()}

@@ -9,87 +9,21 @@ Axis: `T` tokens of many samples one after the other; whole samples, for everyth
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
-from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from treadle import catalog
 from treadle.algorithms.reduce import sample_means
 from treadle.algorithms.segments import capped_exp, num_samples_of, safe_divide, segment_max, segment_sum, where_trained
+from treadle.catalog import Bound, CorrectionSettings, Level
 from treadle.errors import ConfigError
 
-
-class Level(StrEnum):
-    """What one weight is for."""
-
-    TOKEN = "token"  # w of the token
-    SEQUENCE = "sequence"  # exp Σ log w over the sample's trained tokens
-    GEOMETRIC = "geometric"  # exp mean log w over them
-
-
-class Bound(StrEnum):
-    """What happens to a weight outside its bounds."""
-
-    TRUNCATE = "truncate"  # min(w, high)
-    CLIP = "clip"  # clip(w, low, high)
-    MASK = "mask"  # 0 outside [low, high]
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectionSettings:
-    """How tokens are weighted, and which are dropped.
-
-    `reject_level` drops what lies outside [reject_low, reject_high] at that level, `veto_below` a whole sample if
-    any of its trained tokens has w below it. `batch_mean_one` divides the weights by their mean over the trained
-    tokens it is given, before anything is rejected.
-    """
-
-    level: Level = Level.TOKEN
-    bound: Bound = Bound.CLIP
-    low: float = 0.0
-    high: float = 2.0
-    reject_level: Level | None = None
-    reject_low: float = 0.0
-    reject_high: float = math.inf
-    veto_below: float | None = None
-    batch_mean_one: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low <= self.high or not 0 <= self.reject_low <= self.reject_high:
-            raise ConfigError(
-                f"correction bounds must be 0 <= low <= high, got [{self.low}, {self.high}] "
-                f"and rejection [{self.reject_low}, {self.reject_high}]"
-            )
-
-
-CORRECTIONS: Mapping[str, CorrectionSettings] = MappingProxyType(
-    {
-        "tis": CorrectionSettings(Level.TOKEN, Bound.CLIP, 0.0, 2.0),
-        "icepop": CorrectionSettings(Level.TOKEN, Bound.MASK, 0.5, 5.0),
-        "sequence": CorrectionSettings(Level.SEQUENCE, Bound.TRUNCATE, 0.0, 2.0),
-        "geometric": CorrectionSettings(Level.GEOMETRIC, Bound.TRUNCATE, 0.0, 2.0),
-        "decoupled": CorrectionSettings(Level.TOKEN, Bound.TRUNCATE, 0.0, math.inf),
-    }
-)
-"""Every correction by its name, with its usual numbers; change them with `dataclasses.replace`.
-
-Sources: tis: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; icepop: Ling
-team 2025, "Every Step Evolves" (arXiv 2510.18855); sequence and geometric: Liu et al. 2025, "When Speed Kills
-Stability"; decoupled: Hilton et al. 2021, eq. 3 (arXiv 2110.00641), as used in AReaL 2025, eq. 5 (arXiv 2505.24298):
-the policy loss's ratio is to the trainer's policy before the step (proximal), its weight `exp(lp_prox - lp_behave)`.
-"""
-
-
-def find_correction(name: str) -> CorrectionSettings:
-    """The correction of this name; `ConfigError` where there is none."""
-    if name not in CORRECTIONS:
-        raise ConfigError(f"rollout_correction {name!r} is unknown; choose one of {', '.join(CORRECTIONS)}")
-    return CORRECTIONS[name]
+CORRECTIONS = {name: record.settings for name, record in catalog.CORRECTIONS.items()}
+"""The usual numbers of every correction by its name; change them with `dataclasses.replace`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,26 +57,17 @@ def rounds_for(sample_index: Int64[Tensor, " T"]) -> int:
 
 
 def discounted_returns(
-    rewards: Float[Tensor, " T"],
-    sample_index: Int64[Tensor, " T"],
-    gamma: float = 1.0,
-    positions: Int64[Tensor, " T"] | None = None,
+    rewards: Float[Tensor, " T"], sample_index: Int64[Tensor, " T"], gamma: float = 1.0
 ) -> Float[Tensor, " T"]:
-    """`G_t = r_t + γ G_{t+1}` within each sample.
+    """Return `G_t = r_t + γ G_{t+1}` within each sample.
 
-    The discount counts tokens: where only some tokens of a sample are given (the trained ones), `positions` says
-    where they stood, and a gap of k tokens is discounted by γ^k. Without it the tokens given are neighbours.
+    The discount counts tokens, so it needs all tokens of a sample, the untrained ones too.
 
     >>> index = torch.tensor([0, 0, 1])
     >>> discounted_returns(torch.tensor([0.0, 1.0, 5.0]), index, gamma=0.5).tolist()
     [0.5, 1.0, 5.0]
     """
-    last = last_of_sample(sample_index)
-    gaps = torch.ones_like(rewards)
-    if positions is not None:
-        gaps[:-1] = (positions[1:] - positions[:-1]).to(rewards.dtype)
-        gaps = torch.where(last, 1.0, gaps)
-    carry = torch.where(last, 0.0, torch.pow(torch.as_tensor(gamma, dtype=rewards.dtype, device=rewards.device), gaps))
+    carry = torch.where(last_of_sample(sample_index), 0.0, torch.full_like(rewards, gamma))
     return backward_scan(rewards, carry, rounds_for(sample_index))
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from treadle import catalog
 from treadle.algorithms.segments import capped_exp
 from treadle.errors import ConfigError
 
@@ -62,9 +62,7 @@ def k3_plus(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) ->
     return straight + (k3(logprobs, ref_logprobs) - straight).detach()
 
 
-KL_ESTIMATORS: Mapping[str, KLEstimator] = MappingProxyType(
-    {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl, "abs": absolute, "k3+": k3_plus}
-)
+KL_ESTIMATORS: Mapping[str, KLEstimator] = {name: record.load() for name, record in catalog.KL_ESTIMATORS.items()}
 """Every KL estimator by its name in a recipe (`kl_loss_type`)."""
 
 
@@ -79,8 +77,7 @@ def kl_per_token(
     That factor makes the estimate unbiased for tokens the old policy drew; its gradient is kept
     (DeepSeek-V3.2 2025, section 3.1, "unbiased KL estimate"). Raises `ConfigError` for an unknown name.
     """
-    if name not in KL_ESTIMATORS:
-        raise ConfigError(f"kl_loss_type {name!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}")
+    catalog.find("kl_loss_type", name, catalog.KL_ESTIMATORS)
     value = KL_ESTIMATORS[name](logprobs, ref_logprobs)
     return value if old_logprobs is None else value * capped_exp(logprobs - old_logprobs)
 

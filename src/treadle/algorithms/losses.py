@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from treadle import catalog
 from treadle.algorithms.reduce import sample_means
 from treadle.algorithms.segments import capped_exp, num_samples_of, where_trained
-from treadle.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +39,6 @@ class PolicyLossInputs:
     eps_clip: float = 0.2  # how far below 1 the ratio may go; no lower bound from 1 on
     eps_clip_high: float | None = None  # how far above 1; eps_clip where None
     eps_clip_c: float | None = None  # bound of the loss where the advantage is negative (dual clip)
-    sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05
     rollout_logprobs: Float[Tensor, " T"] | None = None  # of the policy that drew the tokens
 
     @property
@@ -118,13 +116,13 @@ def cispo(inputs: PolicyLossInputs) -> PolicyLoss:
     return _finish(loss, weight != ratio, ratio, inputs)
 
 
-def sapo(inputs: PolicyLossInputs) -> PolicyLoss:
+def sapo(inputs: PolicyLossInputs, *, sapo_tau_positive: float, sapo_tau_negative: float) -> PolicyLoss:
     """SAPO: a soft gate instead of a clip, `-(4/τ) · sigmoid(τ (ρ - 1)) · A`, τ by the sign of A.
 
     Nothing is ever clipped. Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv 2511.20347).
     """
     ratio = capped_exp(_log_ratio(inputs))
-    tau = torch.where(inputs.advantages > 0, inputs.sapo_tau_positive, inputs.sapo_tau_negative).to(ratio.dtype)
+    tau = torch.where(inputs.advantages > 0, sapo_tau_positive, sapo_tau_negative).to(ratio.dtype)
     loss = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * inputs.advantages
     return _finish(loss, torch.zeros_like(ratio, dtype=torch.bool), ratio, inputs)
 
@@ -147,23 +145,17 @@ def dppo_tv(inputs: PolicyLossInputs) -> PolicyLoss:
     return _finish(-inputs.advantages * weight * logprobs, ~kept, ratio, inputs)
 
 
-POLICY_LOSSES: Mapping[str, PolicyLossFn] = MappingProxyType(
-    {"ppo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "dppo_tv": dppo_tv}
-)
-"""Every policy loss by its name."""
+def find_policy_loss(name: str, settings: Mapping[str, Any] | None = None) -> PolicyLossFn:
+    """Return the policy loss of this name, with its own parameters as in `settings`.
 
-WHOLE_SAMPLE_LOSSES: frozenset[str] = frozenset({"gspo", "gmpo"})
-"""Losses that need a micro-batch of whole samples."""
-
-ROLLOUT_POLICY_LOSSES: frozenset[str] = frozenset({"dppo_tv"})
-"""Losses that compare with the policy that drew the tokens."""
+    Raises `ConfigError` if there is none.
+    """
+    found: PolicyLossFn = catalog.find("policy_loss", name, catalog.POLICY_LOSSES).load(settings)
+    return found
 
 
-def find_policy_loss(name: str) -> PolicyLossFn:
-    """The policy loss of this name; `ConfigError` where there is none."""
-    if name not in POLICY_LOSSES:
-        raise ConfigError(f"policy loss {name!r} is unknown; choose one of {', '.join(POLICY_LOSSES)}")
-    return POLICY_LOSSES[name]
+POLICY_LOSSES: Mapping[str, PolicyLossFn] = {name: find_policy_loss(name) for name in catalog.POLICY_LOSSES}
+"""Every policy loss by its name, with the defaults of its parameters."""
 
 
 def opsm_mask(inputs: PolicyLossInputs, delta: float) -> Bool[Tensor, " T"]:

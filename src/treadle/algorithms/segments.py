@@ -19,13 +19,6 @@ def segment_sum(values: Float[Tensor, " N"], index: Int64[Tensor, " N"], num_seg
     return values.new_zeros(num_segments).index_add(0, index, values)
 
 
-def segment_mean(values: Float[Tensor, " N"], index: Int64[Tensor, " N"], num_segments: int) -> Float[Tensor, " K"]:
-    """Mean of the values of each segment; 0 for an empty one."""
-    return safe_divide(
-        segment_sum(values, index, num_segments), segment_sum(torch.ones_like(values), index, num_segments)
-    )
-
-
 def segment_max(values: Float[Tensor, " N"], index: Int64[Tensor, " N"], num_segments: int) -> Float[Tensor, " K"]:
     """Largest value of each segment; -inf for an empty one."""
     return values.new_full((num_segments,), -torch.inf).scatter_reduce(0, index, values, "amax")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from treadle.config.names import ADVANTAGE_ESTIMATORS, Estimator
+from treadle.catalog import ESTIMATORS, EstimatorRecord
 from treadle.config.sections import Config
 
 
-def estimator_of(config: Config) -> tuple[str, Estimator] | None:
-    """The estimator's name and traits; None for a user's own, or a name that is unknown (a finding of its own)."""
+def estimator_of(config: Config) -> EstimatorRecord | None:
+    """The estimator's record; None for a user's own, or a name that is unknown (a finding of its own)."""
     if config.algorithm.custom_advantage_path is not None:
         return None
-    name = config.algorithm.advantage_estimator
-    traits = ADVANTAGE_ESTIMATORS.get(name)
-    return None if traits is None else (name, traits)
+    return ESTIMATORS.get(config.algorithm.advantage_estimator)
 
 
 def policy_loss_of(config: Config) -> str | None:
@@ -20,7 +18,7 @@ def policy_loss_of(config: Config) -> str | None:
     if config.algorithm.custom_loss_path is not None:
         return None
     found = estimator_of(config)
-    return config.algorithm.policy_loss or (found[1].policy_loss if found else None)
+    return config.algorithm.policy_loss or (found.policy_loss if found else None)
 
 
 def models_beside(config: Config) -> dict[str, str]:
@@ -29,7 +27,7 @@ def models_beside(config: Config) -> dict[str, str]:
         return {}
     algorithm, found = config.algorithm, estimator_of(config)
     has_reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
-    has_critic = algorithm.custom_advantage_path is not None or (found is not None and found[1].uses_critic)
+    has_critic = algorithm.custom_advantage_path is not None or (found is not None and found.needs_values)
     named = {
         "--ref-load": config.model.ref_load if has_reference else None,
         "--critic-load": config.critic.critic_load if has_critic else None,
@@ -44,10 +42,10 @@ def kl_is_weighted(config: Config) -> bool:
     return algorithm.kl_coef > 0 or (algorithm.use_kl_loss and algorithm.kl_loss_coef > 0)
 
 
-def ignores_scale(config: Config, traits: Estimator) -> bool:
+def ignores_scale(config: Config, traits: EstimatorRecord) -> bool:
     """True where advantages are the same for rewards times any factor: something divides by their spread or mean."""
     algorithm = config.algorithm
-    if algorithm.overlong_buffer_len is not None or traits.uses_critic:  # a penalty, or a value, of fixed size
+    if algorithm.overlong_buffer_len is not None or traits.needs_values:  # a penalty, or a value, of fixed size
         return False
     whitened = traits.whitens or algorithm.normalize_advantages
     alone = algorithm.kl_coef == 0 and algorithm.opd_kl_coef == 0
@@ -57,8 +55,8 @@ def ignores_scale(config: Config, traits: Estimator) -> bool:
     return in_group or (whitened and alone)
 
 
-def ignores_bias(config: Config, traits: Estimator) -> bool:
+def ignores_bias(config: Config, traits: EstimatorRecord) -> bool:
     """True where advantages are the same for rewards plus any constant: a mean is taken off them."""
-    if traits.compares_group:
+    if traits.needs_group:
         return not traits.divides_by_mean
-    return not traits.uses_critic and config.algorithm.gamma == 1 and traits.whitens
+    return not traits.needs_values and config.algorithm.gamma == 1 and traits.whitens

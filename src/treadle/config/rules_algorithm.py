@@ -4,49 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from treadle.catalog import (
+    CORRECTIONS,
+    ESTIMATORS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+)
 from treadle.config.batch_sizes import batch_arithmetic
 from treadle.config.chosen import estimator_of
 from treadle.config.fields import config_fields, did_you_mean
 from treadle.config.findings import Finding, Rule, fault, warning
-from treadle.config.names import (
-    ADVANTAGE_ESTIMATORS,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    UNBIASED_BY_RATIO,
-)
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
 
 
 def _those_with(trait: str) -> str:
-    return ", ".join(name for name, traits in ADVANTAGE_ESTIMATORS.items() if getattr(traits, trait))
+    return ", ".join(name for name, traits in ESTIMATORS.items() if getattr(traits, trait))
 
 
 def estimator_is_known(config: Config) -> Iterator[Finding]:
     name = config.algorithm.advantage_estimator
-    if name not in ADVANTAGE_ESTIMATORS:
-        yield fault(f"advantage_estimator {name!r} is unknown{did_you_mean(name, list(ADVANTAGE_ESTIMATORS))}")
+    if name not in ESTIMATORS:
+        yield fault(f"advantage_estimator {name!r} is unknown{did_you_mean(name, list(ESTIMATORS))}")
 
 
 def group_has_company(config: Config) -> Iterator[Finding]:
     found, n = estimator_of(config), config.rollout.n_samples_per_prompt
-    if found and found[1].compares_group and n == 1 and config.algorithm.opd_kl_coef == 0:
+    if found and found.needs_group and n == 1 and config.algorithm.opd_kl_coef == 0:
         yield fault(
-            f"n_samples_per_prompt = 1 gives {found[0]} nothing to compare: every advantage would be zero; "
+            f"n_samples_per_prompt = 1 gives {found.name} nothing to compare: every advantage would be zero; "
             f"set at least 2, or use {_those_without_groups()}"
         )
 
 
 def _those_without_groups() -> str:
-    return ", ".join(name for name, traits in ADVANTAGE_ESTIMATORS.items() if not traits.compares_group)
+    return ", ".join(name for name, traits in ESTIMATORS.items() if not traits.needs_group)
 
 
 def kl_penalty_is_used(config: Config) -> Iterator[Finding]:
     found, coef = estimator_of(config), config.algorithm.kl_coef
-    if found and coef > 0 and not found[1].uses_kl_coef:
+    if found and coef > 0 and not found.per_token_reward:
         yield fault(
-            f"kl_coef = {coef} does nothing with {found[0]}: only {_those_with('uses_kl_coef')} put KL in the reward; "
+            f"kl_coef = {coef} does nothing with {found.name}: only {_those_with('per_token_reward')} put KL in the reward; "
             "use use_kl_loss and kl_loss_coef instead"
         )
 
@@ -92,26 +91,28 @@ def clip_range_is_ordered(config: Config) -> Iterator[Finding]:
 
 def discount_is_used(config: Config) -> Iterator[Finding]:
     found, algorithm = estimator_of(config), config.algorithm
-    if found and algorithm.gamma != 1 and not found[1].uses_gamma:
+    if found and algorithm.gamma != 1 and not found.uses_gamma:
         yield fault(
-            f"gamma = {algorithm.gamma} does nothing with {found[0]}: only {_those_with('uses_gamma')} discounts"
+            f"gamma = {algorithm.gamma} does nothing with {found.name}: only {_those_with('uses_gamma')} discounts"
         )
-    if found and algorithm.lambd != 1 and not found[1].uses_lambd:
+    if found and algorithm.lambd != 1 and not found.needs_values:
         yield fault(
-            f"lambd = {algorithm.lambd} does nothing with {found[0]}: it needs an estimator with a critic (ppo)"
+            f"lambd = {algorithm.lambd} does nothing with {found.name}: it needs an estimator with a critic (ppo)"
         )
 
 
 def std_normalization_is_used(config: Config) -> Iterator[Finding]:
     found = estimator_of(config)
-    if found and not config.algorithm.grpo_std_normalization and not found[1].divides_by_std:
-        yield warning(f"grpo_std_normalization = false does nothing with {found[0]}: it never divides by the deviation")
+    if found and not config.algorithm.grpo_std_normalization and not found.divides_by_std:
+        yield warning(
+            f"grpo_std_normalization = false does nothing with {found.name}: it never divides by the deviation"
+        )
 
 
 def whitening_is_not_repeated(config: Config) -> Iterator[Finding]:
     found = estimator_of(config)
-    if found and config.algorithm.normalize_advantages and found[1].whitens:
-        yield warning(f"normalize_advantages does nothing with {found[0]}: it whitens its advantages already")
+    if found and config.algorithm.normalize_advantages and found.whitens:
+        yield warning(f"normalize_advantages does nothing with {found.name}: it whitens its advantages already")
 
 
 def loss_and_correction_are_known(config: Config) -> Iterator[Finding]:
@@ -150,11 +151,11 @@ def unbiased_kl_is_used(config: Config) -> Iterator[Finding]:
     elif (
         algorithm.use_unbiased_kl
         and algorithm.kl_loss_type in KL_ESTIMATORS
-        and algorithm.kl_loss_type not in UNBIASED_BY_RATIO
+        and not KL_ESTIMATORS[algorithm.kl_loss_type].unbiased_by_ratio
     ):
         yield warning(
             f"use_unbiased_kl with kl_loss_type = {algorithm.kl_loss_type} does not give the gradient of the KL; it does "
-            f"with {', '.join(sorted(UNBIASED_BY_RATIO))}"
+            f"with {', '.join(name for name, record in KL_ESTIMATORS.items() if record.unbiased_by_ratio)}"
         )
 
 
@@ -178,11 +179,11 @@ def overlong_penalty_is_used(config: Config) -> Iterator[Finding]:
 
 def critic_is_used(config: Config) -> Iterator[Finding]:
     found = estimator_of(config)
-    if found and not found[1].uses_critic:
+    if found and not found.needs_values:
         for name, value in {**config.critic.model_dump(), **config.cluster.critic_numbers}.items():
             if value != config_fields()[name].default:
                 yield fault(
-                    f"{name} = {value} does nothing with {found[0]}: only {_those_with('uses_critic')} has a critic"
+                    f"{name} = {value} does nothing with {found.name}: only {_those_with('needs_values')} has a critic"
                 )
 
 

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from treadle.catalog import CORRECTIONS, POLICY_LOSSES, Bound
 from treadle.config.batch_sizes import batch_arithmetic
 from treadle.config.chosen import policy_loss_of
-from treadle.config.fields import config_fields
 from treadle.config.findings import Finding, Rule, fault, warning
-from treadle.config.names import DUAL_CLIP_LOSSES, TRUNCATING_CORRECTIONS
 from treadle.config.sections import Config
 from treadle.errors import ConfigError
 
 
 def dual_clip_is_used(config: Config) -> Iterator[Finding]:
     loss, algorithm = policy_loss_of(config), config.algorithm
-    if loss is not None and algorithm.eps_clip_c is not None and loss not in DUAL_CLIP_LOSSES:
+    if (
+        loss is not None
+        and loss in POLICY_LOSSES
+        and algorithm.eps_clip_c is not None
+        and "eps_clip_c" not in POLICY_LOSSES[loss].reads
+    ):
         yield warning(f"eps_clip_c = {algorithm.eps_clip_c} does nothing with policy loss {loss}: it has no dual clip")
     if loss == "sapo" and (algorithm.eps_clip_high is not None or algorithm.eps_clip != 0.2):
         yield warning("eps_clip and eps_clip_high do nothing with policy loss sapo: its gate is soft")
 
 
-def sapo_gate_is_used(config: Config) -> Iterator[Finding]:
-    loss, algorithm = policy_loss_of(config), config.algorithm
-    for name, value in (
-        ("sapo_tau_positive", algorithm.sapo_tau_positive),
-        ("sapo_tau_negative", algorithm.sapo_tau_negative),
-    ):
-        if loss not in (None, "sapo") and value != config_fields()[name].default:
-            yield fault(f"{name} = {value} does nothing with policy loss {loss}; set policy_loss = sapo, or drop it")
+def parameters_are_read(config: Config) -> Iterator[Finding]:
+    loss, values = policy_loss_of(config), config.algorithm.model_dump()
+    for record in POLICY_LOSSES.values() if loss is not None else ():
+        for parameter in record.parameters if record.name != loss else ():
+            if (value := values[parameter.name]) != parameter.default:
+                yield fault(
+                    f"{parameter.name} = {value} does nothing with policy loss {loss}; set policy_loss = {record.name}, or drop it"
+                )
 
 
 def drift_mask_can_see_drift(config: Config) -> Iterator[Finding]:
@@ -74,7 +78,9 @@ def lower_bound_is_used(config: Config) -> Iterator[Finding]:
     name, low, bound = algorithm.rollout_correction, algorithm.correction_low, algorithm.correction_bound
     if name is None or low is None:
         return
-    if bound == "truncate" or (bound is None and name in TRUNCATING_CORRECTIONS):
+    if bound == "truncate" or (
+        bound is None and name in CORRECTIONS and CORRECTIONS[name].settings.bound is Bound.TRUNCATE
+    ):
         yield fault(
             f"correction_low = {low} does nothing with rollout_correction {name}, whose weights are cut from above only; "
             "set correction_bound = clip or mask, or drop it"
@@ -99,7 +105,7 @@ def rejection_is_whole(config: Config) -> Iterator[Finding]:
 
 CORRECTION_RULES: tuple[Rule, ...] = (
     dual_clip_is_used,
-    sapo_gate_is_used,
+    parameters_are_read,
     drift_mask_can_see_drift,
     correction_settings_are_used,
     correction_bounds_are_ordered,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from treadle.catalog import REWARDS
 from treadle.config.eval_sets import eval_set_faults, parse_eval_sets
 from treadle.config.fields import did_you_mean
 from treadle.config.findings import Finding, Rule, fault, warning
-from treadle.config.names import LABEL_REWARDS, REWARDS
 from treadle.config.sections import Config
 from treadle.config.values import written
 
@@ -144,7 +144,7 @@ def rewards_are_known(config: Config) -> Iterator[Finding]:
     for where, name in sorted(used):
         if ":" not in name and name not in REWARDS:
             yield fault(
-                f"{where} {name!r} is unknown{did_you_mean(name, REWARDS)} (your own is package.module:function)"
+                f"{where} {name!r} is unknown{did_you_mean(name, list(REWARDS))} (your own is package.module:function)"
             )
     path = config.reward.custom_rm_path
     if path is not None and not all(path.rpartition(":")[::2]):
@@ -184,7 +184,7 @@ def regex_has_its_pattern(config: Config) -> Iterator[Finding]:
 
 
 def labels_are_there(config: Config) -> Iterator[Finding]:
-    compared = sorted(LABEL_REWARDS & set(config.reward.rm_type))
+    compared = sorted({name for name in config.reward.rm_type if name in REWARDS and REWARDS[name].compares_label})
     if compared and config.data.label_key is None:
         gym = any(source.startswith("reasoning_gym:") for source in config.data.prompt_data)
         yield fault(

@@ -22,9 +22,9 @@ _CONDITIONS = (
 
 def rewards_have_parts(config: Config) -> Iterator[Finding]:
     found, count = estimator_of(config), len(config.reward.targets)
-    if found and found[1].uses_parts and count < 2:
+    if found and found.needs_parts and count < 2:
         yield fault(
-            f"advantage_estimator {found[0]} normalises several rewards one by one, and {count} is given; use grpo, or "
+            f"advantage_estimator {found.name} normalises several rewards one by one, and {count} is given; use grpo, or "
             "give more with rm_type and custom_rm_path (the parts of one reward's dict count as one reward)"
         )
 
@@ -45,8 +45,8 @@ def filter_sees_the_signal(config: Config) -> Iterator[Finding]:
         yield fault("group_filter zero_signal drops every group of a run without a reward; drop it")
     elif config.algorithm.opd_kl_coef > 0:
         yield warning("group_filter zero_signal drops groups of equal rewards, which the teacher would still teach")
-    if found and found[1].uses_parts:
-        yield warning(f"group_filter zero_signal looks at the sum of the rewards, {found[0]} at each of them")
+    if found and found.needs_parts:
+        yield warning(f"group_filter zero_signal looks at the sum of the rewards, {found.name} at each of them")
 
 
 def kl_controller_is_whole(config: Config) -> Iterator[Finding]:
@@ -81,8 +81,8 @@ def conditioned_rewards_are_read(config: Config) -> Iterator[Finding]:
     found = estimator_of(config)
     if found is None:
         return
-    name, traits = found
-    if traits.uses_parts:
+    name, traits = found.name, found
+    if traits.needs_parts:
         if config.algorithm.overlong_buffer_len is not None:
             given["overlong_buffer_len"] = config.algorithm.overlong_buffer_len
         if given:

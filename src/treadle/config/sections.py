@@ -12,11 +12,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from treadle.catalog import ESTIMATORS, POLICY_LOSSES, reward_names
 from treadle.config.cluster import ClusterSection
 from treadle.config.data import DataSection
 from treadle.config.engine import EngineSection
-from treadle.config.names import reward_names
-from treadle.config.section import MAX_SECONDS, Section
+from treadle.config.section import MAX_SECONDS, Section, with_parameters
 
 
 class ModelSection(Section):
@@ -147,6 +147,7 @@ class RewardSection(Section):
         return dict(zip(names, weights, strict=True))
 
 
+@with_parameters(ESTIMATORS, POLICY_LOSSES)
 class AlgorithmSection(Section):
     """How rewards become a gradient."""
 
@@ -191,10 +192,6 @@ class AlgorithmSection(Section):
         gt=1,
         description="Dual clip: bound of the loss where the advantage is negative; for dppo_tv the cap of the ratio (20).",
     )
-    sapo_tau_positive: float = Field(
-        1.0, gt=0, description="sapo: steepness of its gate where the advantage is positive."
-    )
-    sapo_tau_negative: float = Field(1.05, gt=0, description="sapo: the same where the advantage is not.")
     custom_advantage_path: str | None = Field(
         None,
         description="Your own advantages, `file.py:object`: a function of AdvantageInputs and settings, or an Estimator.",

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from treadle.catalog import ESTIMATORS
 from treadle.config import Config, batch_arithmetic
-from treadle.config.names import ADVANTAGE_ESTIMATORS
 from treadle.errors import ConfigError
 from treadle.metrics import Metric, metric
 
@@ -162,7 +162,7 @@ def _training(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryP
 
 
 def _has_critic(config: Config) -> bool:
-    return ADVANTAGE_ESTIMATORS[config.algorithm.advantage_estimator].uses_critic
+    return ESTIMATORS[config.algorithm.advantage_estimator].needs_values
 
 
 def _activations(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:

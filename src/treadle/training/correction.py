@@ -7,8 +7,9 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from treadle.algorithms.corrections import Bound, CorrectionSettings, Level, correct, find_correction, m2po_mask
+from treadle.algorithms.corrections import correct, m2po_mask
 from treadle.algorithms.selection import top_entropy_mask
+from treadle.catalog import CORRECTIONS, Bound, CorrectionSettings, Level, find
 from treadle.config import AlgorithmSection
 from treadle.errors import ConfigError
 from treadle.training.batch import Batch
@@ -32,7 +33,7 @@ def correction_settings(section: AlgorithmSection) -> CorrectionSettings | None:
         "veto_below": section.correction_veto,
         "batch_mean_one": section.correction_batch_mean_one,
     }
-    usual = find_correction(section.rollout_correction)
+    usual = find("rollout_correction", section.rollout_correction, CORRECTIONS).settings
     low = usual.low if section.correction_low is None else section.correction_low
     high = usual.high if section.correction_high is None else section.correction_high
     if low > high:

@@ -22,7 +22,7 @@ def chosen_estimator(section: AlgorithmSection) -> Estimator:
     """The named estimator, or the user's, checked against the contract of estimators."""
     path = section.custom_advantage_path
     if path is None:
-        return find_estimator(section.advantage_estimator)
+        return find_estimator(section.advantage_estimator, section.model_dump())
     found: Any = resolve("advantage", path, {})
     rule = found if isinstance(found, Estimator) else Estimator(path, found, broadcast, "custom_advantage_path")
     _hold_to_contract("custom_advantage_path", path, lambda: check_advantage(rule))
@@ -46,7 +46,7 @@ def chosen_policy_loss(section: AlgorithmSection, estimator: Estimator) -> Polic
     """The named policy loss, or the user's, checked against the contract of policy losses."""
     path = section.custom_loss_path
     if path is None:
-        return find_policy_loss(section.policy_loss or estimator.policy_loss)
+        return find_policy_loss(section.policy_loss or estimator.policy_loss, section.model_dump())
     found: Any = resolve("policy loss", path, {})
     _hold_to_contract("custom_loss_path", path, lambda: check_policy_loss(found))
     return _guarded("custom_loss_path", path, found)

@@ -21,15 +21,31 @@ from treadle.algorithms.advantages import (
 from treadle.algorithms.corrections import CorrectionSettings
 from treadle.algorithms.kl import AdaptiveKL, k3, kl_per_token, update_kl_coef
 from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs, opsm_mask
-from treadle.algorithms.needs import Needs, estimator_needs, needs_of
 from treadle.algorithms.reduce import Denominators, Mode, token_weights, trajectory_tokens
 from treadle.algorithms.shaping import overlong_penalty
+from treadle.catalog import KL_ESTIMATORS, find
 from treadle.config import AlgorithmSection
 from treadle.errors import ConfigError
 from treadle.training.batch import Batch
 from treadle.training.correction import correction_settings, loss_factor
 from treadle.training.custom import chosen_estimator, chosen_policy_loss
 from treadle.training.ranks import ALONE, Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an algorithm reads beside the current logprobs and the rewards; the trainer computes nothing else.
+
+    `prior_logprobs` and `prior_entropy` are those of the policy before the first step of a rollout.
+    """
+
+    prior_logprobs: bool = False
+    prior_entropy: bool = False
+    ref_logprobs: bool = False
+    teacher_logprobs: bool = False
+    values: bool = False  # a critic
+    groups: bool = False  # more than one sample of a prompt
+    reward_parts: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +55,7 @@ class Objective:
     section: AlgorithmSection
     estimator: Estimator
     policy_loss_fn: PolicyLossFn
-    needs: Needs  # of all its parts together; the trainer computes nothing else
+    needs: Needs
     max_response_len: int
     kl_weight: float  # of KL, in the reward or in the loss; moves where a target steers it
     corrections: CorrectionSettings | None
@@ -181,8 +197,6 @@ class Objective:
             eps_clip=section.eps_clip,
             eps_clip_high=section.eps_clip_high,
             eps_clip_c=section.eps_clip_c,
-            sapo_tau_positive=section.sapo_tau_positive,
-            sapo_tau_negative=section.sapo_tau_negative,
             rollout_logprobs=rollout_logprobs,
         )
         result = self.policy_loss_fn(inputs)
@@ -210,7 +224,8 @@ def build_objective(
     """
     estimator = chosen_estimator(section)
     policy_loss = chosen_policy_loss(section, estimator)
-    needs = estimator_needs(estimator) | needs_of(*_parts(section, estimator))
+    find("kl_loss_type", section.kl_loss_type, KL_ESTIMATORS)
+    needs = needs_of(section, estimator)
     parts = dict(part_weights or {}) if needs.reward_parts else {}
     if needs.reward_parts and not parts:
         raise ConfigError(f"advantage {estimator.name!r} reads the rewards one by one; name them with rm_type")
@@ -226,19 +241,15 @@ def build_objective(
     )
 
 
-def _parts(section: AlgorithmSection, estimator: Estimator) -> list[str]:
-    """Names in the table of needs of everything the section switches on, beside the estimator."""
-    own_loss = section.custom_loss_path is not None
-    switched = {
-        f"policy_loss/{'custom' if own_loss else section.policy_loss or estimator.policy_loss}": True,
-        f"kl_loss/{section.kl_loss_type}": section.use_kl_loss,  # measured where its coefficient is 0
-        "unbiased_kl": section.use_kl_loss and section.use_unbiased_kl,
-        "kl_reward": section.kl_coef > 0,
-        "distillation": section.opd_kl_coef > 0,
-        "whitening": section.normalize_advantages,
-        f"correction/{section.rollout_correction}": section.rollout_correction is not None,
-        "m2po": section.m2po_threshold is not None,
-        "opsm": section.opsm_delta is not None,
-        "top_entropy": section.top_entropy_fraction is not None,
-    }
-    return [name for name, is_on in switched.items() if is_on]
+def needs_of(section: AlgorithmSection, estimator: Estimator) -> Needs:
+    """Return what the estimator and everything that the section switches on read."""
+    weighs_tokens = section.rollout_correction is not None or section.m2po_threshold is not None
+    return Needs(
+        prior_logprobs=weighs_tokens or section.kl_coef > 0 or section.opd_kl_coef > 0,
+        prior_entropy=section.top_entropy_fraction is not None,
+        ref_logprobs=section.use_kl_loss or section.kl_coef > 0,  # KL is measured even if its coefficient is 0
+        teacher_logprobs=section.opd_kl_coef > 0,
+        values=estimator.needs_values,
+        groups=estimator.needs_group,
+        reward_parts=estimator.needs_parts,
+    )

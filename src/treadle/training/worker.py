@@ -178,7 +178,7 @@ class Trainer:
         """The batch with what the objective needs, and only that; old logprobs of the only step are its own, and values
         come from elsewhere where there is no critic here."""
         batch, passes, needs = rollout.batch, rollout.passes, self.objective.needs
-        if needs.prior_logprobs or (needs.old_logprobs and self.arithmetic.num_steps_per_rollout > 1):
+        if needs.prior_logprobs or self.arithmetic.num_steps_per_rollout > 1:
             batch = replace(batch, old_logprobs=self._scored(batch, passes, self.policy))
         if needs.prior_entropy:
             batch = replace(batch, entropy=self._scored(batch, passes, self.policy, packed_entropy))

@@ -65,16 +65,6 @@ def test_reinforce_plus_plus_by_hand():
     options = AdvantageSettings(kl_coef=1.0, gamma=0.5, whiten=False)
     result = compute_advantages("reinforce_plus_plus", INPUTS, options)
     torch.testing.assert_close(result.advantages, f64(0.375, 0, 1.9, 0.2, 0.8))
-    # Only the trained tokens, with their places: the same numbers.
-    packed = AdvantageInputs(
-        rewards=INPUTS.rewards,
-        group_ids=INPUTS.group_ids,
-        sample_index=torch.tensor([0, 0, 1, 1]),
-        kl=f64(0.1, 0.1, 0.2, 0.2),
-        positions=torch.tensor([6, 8, 3, 4]),
-    )
-    result = compute_advantages("reinforce_plus_plus", packed, options)
-    torch.testing.assert_close(result.advantages, f64(0.375, 1.9, 0.2, 0.8))
 
 
 def test_reinforce_plus_plus_whitens_but_keeps_its_returns():

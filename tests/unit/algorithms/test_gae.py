@@ -34,18 +34,6 @@ def test_returns_by_hand():
     torch.testing.assert_close(result, f64(2, 2, 4, 3))
 
 
-def test_positions_discount_the_tokens_that_were_left_out():
-    whole = discounted_returns(f64(-0.1, 0, 0, 2), torch.zeros(4, dtype=torch.int64), gamma=0.5)
-    packed = discounted_returns(f64(-0.1, 2), torch.zeros(2, dtype=torch.int64), 0.5, torch.tensor([10, 13]))
-    torch.testing.assert_close(packed, whole[[0, 3]])
-    torch.testing.assert_close(packed, f64(-0.1 + 0.25, 2))
-
-
-def test_positions_of_the_next_sample_do_not_matter():
-    index, positions = torch.tensor([0, 0, 1]), torch.tensor([10, 11, 2])
-    torch.testing.assert_close(discounted_returns(f64(0, 2, 8), index, 0.5, positions), f64(1, 2, 8))
-
-
 def test_last_of_sample():
     assert last_of_sample(torch.tensor([0, 0, 1, 4])).tolist() == [False, True, True, True]
     assert last_of_sample(torch.zeros(0, dtype=torch.int64)).tolist() == []

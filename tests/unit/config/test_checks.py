@@ -2,8 +2,8 @@
 
 import pytest
 
+from treadle.catalog import ESTIMATORS
 from treadle.config import Config, check_config, load_config, parse_eval_sets
-from treadle.config.names import ADVANTAGE_ESTIMATORS
 from treadle.errors import ConfigError
 
 SOUND = [
@@ -27,9 +27,9 @@ def test_sound_configuration_has_no_findings():
     assert findings() == []
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGE_ESTIMATORS))
+@pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_every_estimator_is_accepted(name):
-    rewards = ["--rm-type", "math", "exact"] if ADVANTAGE_ESTIMATORS[name].uses_parts else []
+    rewards = ["--rm-type", "math", "exact"] if ESTIMATORS[name].needs_parts else []
     assert findings("--advantage-estimator", name, *rewards) == []
 
 

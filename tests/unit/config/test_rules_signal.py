@@ -2,8 +2,8 @@
 
 import pytest
 
+from treadle.catalog import reward_names
 from treadle.config import check_config, load_config
-from treadle.config.names import reward_names
 from treadle.config.sections import RewardSection
 from treadle.errors import ConfigError
 

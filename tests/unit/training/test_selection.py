@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from treadle.catalog import KL_ESTIMATORS, POLICY_LOSSES
 from treadle.config import AlgorithmSection
-from treadle.config.names import (
-    ADVANTAGE_ESTIMATORS,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    TRUNCATING_CORRECTIONS,
-    UNBIASED_BY_RATIO,
-)
 from treadle.training.batch import batch_of
 from treadle.training.objective import build_objective
 from treadle.types import Status
@@ -23,36 +16,6 @@ from treadle.types import Status
 
 def flat(groups):
     return [s for g in groups for s in g.samples]
-
-
-def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
-    from treadle import algorithms
-
-    assert set(POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
-    assert set(CORRECTIONS) == set(algorithms.CORRECTIONS)
-    assert set(KL_ESTIMATORS) == set(algorithms.KL_ESTIMATORS)
-    assert set(ADVANTAGE_ESTIMATORS) == set(algorithms.ESTIMATORS)
-    truncating = {name for name, c in algorithms.CORRECTIONS.items() if c.bound == algorithms.Bound.TRUNCATE}
-    assert truncating == TRUNCATING_CORRECTIONS
-    for name, traits in ADVANTAGE_ESTIMATORS.items():
-        rule = algorithms.ESTIMATORS[name]
-        assert (
-            rule.needs_group,
-            rule.per_token_reward,
-            rule.uses_gamma,
-            rule.needs_values,
-            rule.whitens,
-            rule.needs_parts,
-            rule.divides_by_mean,
-        ) == (
-            traits.compares_group,
-            traits.uses_kl_coef,
-            traits.uses_gamma,
-            traits.uses_critic,
-            traits.whitens,
-            traits.uses_parts,
-            traits.divides_by_mean,
-        ), name
 
 
 def test_a_correction_of_equal_logprobs_changes_nothing(make_trainer, make_groups) -> None:
@@ -223,4 +186,4 @@ def test_which_estimators_give_the_gradient_of_the_kl_once_times_the_ratio(name)
     estimate = build_objective(AlgorithmSection(**fields), 64).kl(lp, lp_ref, lp_old)
     (found,) = torch.autograd.grad((lp_old.exp() * estimate).sum(), logits, retain_graph=True)
     (true,) = torch.autograd.grad((lp.exp() * (lp - lp_ref)).sum(), logits)
-    assert torch.allclose(found, true) is (name in UNBIASED_BY_RATIO)
+    assert torch.allclose(found, true) is KL_ESTIMATORS[name].unbiased_by_ratio

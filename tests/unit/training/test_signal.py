@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from treadle.algorithms import RunningMoments
+from treadle.catalog import ESTIMATORS
 from treadle.config import AlgorithmSection, RewardSection
 from treadle.config.chosen import ignores_bias, ignores_scale
-from treadle.config.names import ADVANTAGE_ESTIMATORS
 from treadle.errors import ConfigError
 from treadle.metrics import reduce_metrics
 from treadle.training.batch import batch_of
@@ -176,12 +176,12 @@ def test_samples_of_one_trajectory_count_once_in_what_is_steered(make_trainer, m
 
 
 @pytest.mark.parametrize("whitened", [False, True])
-@pytest.mark.parametrize("name", [name for name, traits in ADVANTAGE_ESTIMATORS.items() if not traits.uses_parts])
+@pytest.mark.parametrize("name", [name for name, traits in ESTIMATORS.items() if not traits.needs_parts])
 def test_what_the_rules_say_of_scale_and_bias_is_so(make_config, make_groups, name, whitened) -> None:
     """A flag is refused as idle exactly where advantages do not change by it."""
     batch = batch_of(flat(make_groups((4, 3, 4), seed=2)))
     batch = replace(batch, values=torch.linspace(0.0, 1.0, len(batch.token_ids)))
-    traits = ADVANTAGE_ESTIMATORS[name]
+    traits = ESTIMATORS[name]
     for std in (True, False):
         for bias in (0.0, 0.5):
             fields = {"advantage_estimator": name, "normalize_advantages": whitened, "grpo_std_normalization": std}
@@ -190,7 +190,7 @@ def test_what_the_rules_say_of_scale_and_bias_is_so(make_config, make_groups, na
 
             def advantages(scale: float, more: float, objective=objective, bias=bias):
                 found = objective.advantages(replace(batch, rewards=scale * batch.rewards + bias + more))
-                return found.returns if traits.uses_critic else found.advantages  # a critic learns what is fed
+                return found.returns if traits.needs_values else found.advantages  # a critic learns what is fed
 
             plain = advantages(1.0, 0.0)
             same_scale = torch.allclose(advantages(3.0, 0.0), plain, atol=1e-4)

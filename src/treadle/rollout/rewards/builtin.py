@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
+from treadle.catalog import REWARDS
 from treadle.rollout.rewards.answers import find_last_box, find_last_number, label_text, without_bold
 from treadle.rollout.rewards.forms import RewardFault
 from treadle.rollout.rewards.inputs import RewardInput
@@ -59,6 +59,16 @@ def exact(sample: RewardInput) -> float:
     if sample.label is None:
         raise RewardFault("the sample has no label; name its column with --label-key")
     return float(sample.response.strip() == str(sample.label).strip())
+
+
+def make_last_number(settings: RewardSettings) -> SampleReward:
+    """Return `last_number`."""
+    return last_number
+
+
+def make_exact(settings: RewardSettings) -> SampleReward:
+    """Return `exact`."""
+    return exact
 
 
 def make_regex(settings: RewardSettings) -> SampleReward:
@@ -153,12 +163,6 @@ def make_reasoning_gym(settings: RewardSettings) -> SampleReward:
     return reasoning_gym
 
 
-BUILTIN_REWARDS: Mapping[str, BuiltinReward] = MappingProxyType(
-    {
-        "math": BuiltinReward(make_math),
-        "last_number": BuiltinReward(lambda settings: last_number, inline=True),
-        "exact": BuiltinReward(lambda settings: exact, inline=True),
-        "regex": BuiltinReward(make_regex),
-        "reasoning_gym": BuiltinReward(make_reasoning_gym),
-    }
-)
+BUILTIN_REWARDS: Mapping[str, BuiltinReward] = {
+    name: BuiltinReward(record.load(), record.inline) for name, record in REWARDS.items()
+}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.config.names import reward_names
+from treadle.catalog import reward_names
 from treadle.errors import RewardError
 from treadle.registry import resolve
 from treadle.rollout.rewards.builtin import BUILTIN_REWARDS, BuiltinReward, RewardSettings

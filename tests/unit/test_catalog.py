@@ -1,0 +1,55 @@
+"""The records of algorithms and rewards are what the code and the configuration have."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from treadle import algorithms, catalog
+from treadle.config.fields import config_fields
+from treadle.rollout.rewards import BUILTIN_REWARDS
+
+TABLES = {
+    "estimator": (catalog.ESTIMATORS, algorithms.ESTIMATORS),
+    "policy loss": (catalog.POLICY_LOSSES, algorithms.POLICY_LOSSES),
+    "kl": (catalog.KL_ESTIMATORS, algorithms.KL_ESTIMATORS),
+    "correction": (catalog.CORRECTIONS, algorithms.CORRECTIONS),
+    "reward": (catalog.REWARDS, BUILTIN_REWARDS),
+}
+RECORDS = [record for table, _ in TABLES.values() for record in table.values()]
+
+
+def test_torch_is_not_imported():
+    code = "import sys; import treadle.catalog, treadle.config; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_table_has_the_names_of_its_records(kind):
+    records, table = TABLES[kind]
+    assert list(records) == list(table) == [record.name for record in records.values()]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_every_record_says_what_it_is_and_its_function_takes_its_parameters(record):
+    assert record.help
+    assert callable(record.load())
+    function = getattr(record.load(), "func", record.load())
+    assert {p.name for p in record.parameters} <= set(inspect.signature(function).parameters)
+
+
+def test_parameters_are_fields_with_the_same_default():
+    for record in RECORDS:
+        for parameter in record.parameters:
+            field = config_fields()[parameter.name]
+            assert (field.section, field.default, field.description) == ("algorithm", parameter.default, parameter.help)
+
+
+def test_every_default_policy_loss_exists():
+    assert {record.policy_loss for record in catalog.ESTIMATORS.values()} <= set(catalog.POLICY_LOSSES)
+
+
+def test_a_parameter_is_what_its_setting_says():
+    loss = catalog.POLICY_LOSSES["sapo"].load({"sapo_tau_positive": 3.0, "lr": 1.0})
+    assert loss.keywords == {"sapo_tau_positive": 3.0, "sapo_tau_negative": 1.05}
