@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of programs side by side wait for each other
+
 import hypothesis
 import numpy as np
 import pytest
