@@ -42,6 +42,12 @@ class Record:
     source: str = ""
     function: str = ""
     parameters: tuple[Parameter, ...] = ()
+    reads: tuple[str, ...] = ()  # fields of `[algorithm]` beside its own parameters
+
+    @property
+    def all_read(self) -> tuple[str, ...]:
+        """The fields that have an effect with it."""
+        return self.reads + tuple(parameter.name for parameter in self.parameters)
 
     def load(self, settings: Mapping[str, Any] | None = None) -> Any:
         """Import the function and return it with its parameters bound, to their values in `settings` or to their defaults."""

@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 from tests.fuzz.case import Bench, Case, Words, rng
 from treadle.config.fields import ConfigField, config_fields
-from treadle.config.values import PATH_FIELDS
 
 MANY_DIGITS = "9" * 5000
 NO_NUMBERS = (
@@ -107,9 +106,8 @@ def cases() -> Iterator[Case]:
     for field in config_fields().values():
         if not field.recipe_only:
             yield from _cases_of(field)
-    for name in sorted(PATH_FIELDS):
-        for i, value in enumerate(PATHS):
-            field = config_fields()[name]
+    for name, field in sorted(config_fields().items()):
+        for i, value in enumerate(PATHS if field.is_path else ()):
             given = f"x={value}" if name == "eval_prompt_data" else value
             given += ":reward" if name.startswith("custom_") else ""
             yield _case(

@@ -6,9 +6,12 @@ rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from treadle.config.sections import Config
 from treadle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treadle.config.sections import Config
 
 _MOST_TRIED = 100_000
 """Numbers that are tried on each side when a divisor is looked for."""
@@ -89,6 +92,14 @@ def batch_arithmetic(config: Config) -> BatchArithmetic:
     return BatchArithmetic(prompts, n, samples // steps, steps)
 
 
+def known_arithmetic(config: Config) -> BatchArithmetic | None:
+    """Return the batch arithmetic, or None if its numbers don't agree, which a rule reports."""
+    try:
+        return batch_arithmetic(config)
+    except ConfigError:
+        return None
+
+
 def _nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of `number` on both sides of `wanted`.
 
@@ -102,6 +113,19 @@ def _nearest_divisors(number: int, wanted: int) -> str:
     return " or ".join(str(d) for d in found if d is not None) or "1"
 
 
+def check_length(config: Config) -> None:
+    """Raise `ConfigError` unless exactly one of num_rollout and num_epoch is given."""
+    rollouts, epochs = config.train.num_rollout, config.train.num_epoch
+    if rollouts is None and epochs is None:
+        raise ConfigError(
+            "how long to train is not given: set num_rollout (rollouts) or num_epoch (passes over the data)"
+        )
+    if rollouts is not None and epochs is not None:
+        raise ConfigError(
+            f"num_rollout = {rollouts} and num_epoch = {epochs} are both given; keep one (None unsets the other)"
+        )
+
+
 def run_length(config: Config, dataset_size: int | None) -> RunLength:
     """Count the rollouts, optimizer steps and samples of the whole run.
 
@@ -111,14 +135,7 @@ def run_length(config: Config, dataset_size: int | None) -> RunLength:
     """
     rollouts, epochs = config.train.num_rollout, config.train.num_epoch
     prompts = config.rollout.rollout_batch_size
-    if rollouts is None and epochs is None:
-        raise ConfigError(
-            "how long to train is not given: set num_rollout (rollouts) or num_epoch (passes over the data)"
-        )
-    if rollouts is not None and epochs is not None:
-        raise ConfigError(
-            f"num_rollout = {rollouts} and num_epoch = {epochs} are both given; keep one (None unsets the other)"
-        )
+    check_length(config)
     leftover = 0
     if rollouts is None:
         assert epochs is not None

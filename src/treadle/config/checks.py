@@ -1,23 +1,25 @@
-"""Check the rules that join fields of several sections, before anything starts."""
+"""Check a configuration before anything starts: fields without an effect, unknown names, and the rules between fields."""
 
 from __future__ import annotations
 
-from treadle.config.findings import Rule
-from treadle.config.rules_algorithm import ALGORITHM_RULES, length_of_run_is_given_once
-from treadle.config.rules_cluster import CLUSTER_RULES, evaluation_is_local
-from treadle.config.rules_correction import CORRECTION_RULES
-from treadle.config.rules_engine import ENGINE_RULES
-from treadle.config.rules_rollout import (
-    EVALUATION_RULES,
-    GENERATION_RULES,
-    MODEL_RULES,
-    SAMPLED_TRAINING_RULES,
-    SCORING_RULES,
-)
-from treadle.config.rules_run import RUN_RULES, folders_have_names
-from treadle.config.rules_signal import SIGNAL_RULES
+from collections.abc import Iterator
+
+from treadle.config import rules_cluster, rules_engine, rules_rollout, rules_run, rules_training  # noqa: F401
+from treadle.config.conditions import Condition, Part, shown
+from treadle.config.fields import config_fields, did_you_mean
+from treadle.config.findings import RULES, Finding, fault
+from treadle.config.secrets import without_secrets
 from treadle.config.sections import Config
+from treadle.config.values import written
 from treadle.errors import ConfigError
+
+_PART_OF_SECTION: dict[str, Part] = {
+    **dict.fromkeys(("model", "algorithm", "critic", "optim", "train"), "train"),
+    **dict.fromkeys(("data", "rollout", "eval"), "generate"),
+    "reward": "score",
+    "engine": "all",
+}
+"""What a section's settings are for; the other sections are for a `run`."""
 
 
 def check_config(config: Config, *, evaluation_only: bool = False) -> list[str]:
@@ -25,7 +27,7 @@ def check_config(config: Config, *, evaluation_only: bool = False) -> list[str]:
 
     `evaluation_only` checks what `treadle eval` needs: a model, evaluation sets and a reward, but no training.
     """
-    findings = [finding for rule in _rules(config, evaluation_only) for finding in rule(config)]
+    findings = findings_of(config, parts_of(config, evaluation_only))
     faults = [finding.text for finding in findings if finding.fatal]
     if faults:
         raise ConfigError(
@@ -34,15 +36,47 @@ def check_config(config: Config, *, evaluation_only: bool = False) -> list[str]:
     return [finding.text for finding in findings]
 
 
-def _rules(config: Config, evaluation_only: bool) -> tuple[Rule, ...]:
-    debug = config.debug
+def parts_of(config: Config, evaluation_only: bool = False) -> set[Part]:
+    """Return what a command does with this configuration."""
     if evaluation_only:
-        return (*MODEL_RULES, *EVALUATION_RULES, *SCORING_RULES, *ENGINE_RULES, evaluation_is_local, folders_have_names)
-    rules = MODEL_RULES + RUN_RULES + CLUSTER_RULES + ENGINE_RULES
-    if not debug.debug_train_only:
-        rules += GENERATION_RULES + SCORING_RULES
-    if debug.debug_rollout_only:
-        return (*rules, length_of_run_is_given_once)
-    if not debug.debug_train_only:
-        rules += SAMPLED_TRAINING_RULES
-    return rules + ALGORITHM_RULES + CORRECTION_RULES + SIGNAL_RULES
+        return {"all", "score", "eval"}
+    parts: set[Part] = {"all", "run"}
+    parts |= set() if config.debug.debug_train_only else {"generate", "score"}
+    return parts | (set() if config.debug.debug_rollout_only else {"train"})
+
+
+def findings_of(config: Config, parts: set[Part]) -> list[Finding]:
+    """Return what the conditions and rules for these parts of a run find."""
+    found = [finding for part, rule in RULES if part in parts for finding in rule(config)]
+    return [*found, *unknown_names(config, parts), *idle_settings(config, parts)]
+
+
+def unknown_names(config: Config, parts: set[Part]) -> Iterator[Finding]:
+    """Find fields whose value should be the name of an algorithm and is none."""
+    for field in config_fields().values():
+        name = config.value(field.name)
+        if not field.names or not isinstance(name, str) or name in field.names:
+            continue
+        if _PART_OF_SECTION.get(field.section, "run") in parts:
+            yield fault(f"{field.name} {name!r} is unknown{did_you_mean(name, list(field.names))}")
+
+
+def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
+    """Find fields that were changed and have no effect, by the first condition of each that does not hold."""
+    idle: dict[Condition, list[str]] = {}
+    for field in config_fields().values():
+        if config.value(field.name) != field.default:
+            for condition in field.only_with:
+                part = condition.part or _PART_OF_SECTION.get(field.section, "run")
+                if part in parts and not condition.holds(config):
+                    idle.setdefault(condition, []).append(field.name)
+                    break
+    for condition, names in idle.items():
+        text = condition.otherwise(config)
+        if condition.together:
+            text = "do" + text.removeprefix("does") if len(names) > 1 and text.startswith("does") else text
+            yield Finding(f"{', '.join(names)} {text}", condition.fatal)
+        else:
+            values = [shown(without_secrets(config.value(name))) for name in names]
+            for name, value in zip(names, values, strict=True):
+                yield Finding(f"{name} = {written(value)} {text}", condition.fatal)

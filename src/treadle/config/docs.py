@@ -11,7 +11,7 @@ from treadle.metrics import METRICS, MetricSpec
 _FLAGS_HEAD = """\
 # Flags
 
-<!-- Made by `treadle config --docs flags`; edit the descriptions in src/treadle/config/sections.py instead. -->
+<!-- Made by `treadle config --docs flags`; edit the descriptions of the fields in src/treadle/config/ instead. -->
 
 Every setting has one name. In a recipe it stands in its section (`[rollout]`, `rollout_batch_size = 16`), on the
 command line it is the flag (`--rollout-batch-size 16`). A flag wins over the recipe, the recipe over the default.

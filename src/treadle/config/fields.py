@@ -6,7 +6,7 @@ The flags, their help, the docs page and the error messages all read this one ta
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -16,7 +16,10 @@ import annotated_types
 from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from treadle.config.sections import Config, EvalOverride, Section
+from treadle.catalog import Record
+from treadle.config.conditions import Condition
+from treadle.config.data_section import EvalOverride
+from treadle.config.sections import Config, Section
 from treadle.config.values import check_value
 from treadle.registry import suggestion
 
@@ -72,7 +75,28 @@ class ConfigField:
 
     @property
     def description(self) -> str:
-        return self.info.description or ""
+        """What it does, from the text below the field, and the names it takes."""
+        names = f"One of: {', '.join(self.names)}." if self.names else ""
+        return " ".join(f"{self.info.description or ''} {names}".split())
+
+    @property
+    def names(self) -> Mapping[str, Record]:
+        """The records of the names it takes; empty if it takes none."""
+        return self._declared("names") or {}
+
+    @property
+    def is_path(self) -> bool:
+        """True if its text is a path, or may be one."""
+        return bool(self._declared("path"))
+
+    @property
+    def only_with(self) -> tuple[Condition, ...]:
+        """The conditions under which it has an effect."""
+        return self._declared("only_with") or ()
+
+    def _declared(self, key: str) -> Any:
+        extra = self.info.json_schema_extra
+        return extra.get(key) if isinstance(extra, dict) else None
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Rules about engines that are servers of their own; each is one function and says one thing."""
+"""Rules about engines that are servers of their own; one rule a function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from treadle.config.findings import Finding, Rule, fault, warning
+from treadle.config.findings import Finding, fault, rule
 from treadle.config.secrets import secret_names
 from treadle.config.sections import Config
 from treadle.config.values import written
@@ -25,21 +25,7 @@ TAKEN = {
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
-def server_settings_are_used(config: Config) -> Iterator[Finding]:
-    engine, kind = config.engine, config.rollout.rollout_engine
-    for name in NAMES:
-        if engine.arguments(name) and kind != name:
-            yield fault(f"{name} does nothing with rollout_engine = {kind}; set rollout_engine = {name}")
-    if kind != "torch":
-        return
-    for name, given in (
-        ("engine_python", engine.engine_python is not None),
-        ("rollout_external_engine_addrs", bool(engine.rollout_external_engine_addrs)),
-    ):
-        if given:
-            yield fault(f"{name} does nothing with rollout_engine = torch; set rollout_engine = vllm or sglang")
-
-
+@rule("all")
 def own_arguments_are_left_alone(config: Config) -> Iterator[Finding]:
     for kind, taken in TAKEN.items():
         for name in config.engine.arguments(kind):
@@ -48,6 +34,7 @@ def own_arguments_are_left_alone(config: Config) -> Iterator[Finding]:
                 yield fault(f"{flag} is not yours to give: Treadle sets it from its own settings")
 
 
+@rule("all")
 def code_of_models_is_not_run(config: Config) -> Iterator[Finding]:
     for kind in NAMES:
         for name, value in config.engine.arguments(kind).items():
@@ -58,6 +45,7 @@ def code_of_models_is_not_run(config: Config) -> Iterator[Finding]:
                 )
 
 
+@rule("all")
 def secrets_come_from_the_environment(config: Config) -> Iterator[Finding]:
     for kind in NAMES:
         given = {
@@ -72,6 +60,7 @@ def secrets_come_from_the_environment(config: Config) -> Iterator[Finding]:
             )
 
 
+@rule("all")
 def addresses_are_addresses(config: Config) -> Iterator[Finding]:
     for address in config.engine.rollout_external_engine_addrs:
         why = _why_no_address(address)
@@ -96,23 +85,19 @@ def _why_no_address(address: str) -> str:
     return "which has no port" if port is None and "://" not in address else ""
 
 
+@rule("all")
 def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
-    engine, cluster, kind = config.engine, config.cluster, config.rollout.rollout_engine
-    addresses = engine.rollout_external_engine_addrs
-    if not addresses:
-        return
-    for name, given in (("engine_python", engine.engine_python is not None), (kind, bool(engine.arguments(kind)))):
-        if given:
-            yield warning(f"{name} does nothing with rollout_external_engine_addrs: those servers run already")
+    cluster, addresses = config.cluster, config.engine.rollout_external_engine_addrs
     if len(set(addresses)) < len(addresses):
         yield fault("rollout_external_engine_addrs names a server twice")
-    if cluster.runtime == "ray" and cluster.num_engines != len(addresses):
+    if addresses and cluster.runtime == "ray" and cluster.num_engines != len(addresses):
         yield fault(
             f"rollout_external_engine_addrs names {len(addresses)} servers and the run has {cluster.num_engines} engines; "
             f"set rollout_num_gpus = {len(addresses) * cluster.rollout_num_gpus_per_engine}"
         )
 
 
+@rule("all")
 def servers_receive_by_their_transports(config: Config) -> Iterator[Finding]:
     transport, kind = config.cluster.weight_transport, config.rollout.rollout_engine
     if transport == "disk-delta" and kind in NAMES:
@@ -120,14 +105,3 @@ def servers_receive_by_their_transports(config: Config) -> Iterator[Finding]:
             f"weight_transport = {transport} does not reach servers of {NAMES[kind]}; take shm (one machine), broadcast (a "
             "network) or disk (a shared folder)"
         )
-
-
-ENGINE_RULES: tuple[Rule, ...] = (
-    server_settings_are_used,
-    own_arguments_are_left_alone,
-    code_of_models_is_not_run,
-    secrets_come_from_the_environment,
-    addresses_are_addresses,
-    servers_are_started_or_reached,
-    servers_receive_by_their_transports,
-)

@@ -1,4 +1,4 @@
-"""What all sections of the configuration are."""
+"""What all sections of the configuration are, and how a field of one is declared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from treadle.catalog import Record
+from treadle.config.conditions import Condition, read_by
 from treadle.config.values import check_value
 
 MAX_SECONDS = 604_800.0
@@ -15,9 +16,14 @@ MAX_SECONDS = 604_800.0
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys are refused, and numbers are finite and fit in 64 bits."""
+    """Base of all sections: frozen, unknown keys are refused, and numbers are finite and fit in 64 bits.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    The text below a field is its help.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*")
     @classmethod
@@ -25,15 +31,45 @@ class Section(BaseModel):
         return check_value(value)
 
 
+def setting(
+    default: Any,
+    *only_with: Condition,
+    path: bool = False,
+    names: Mapping[str, Record] | None = None,
+    help: str | None = None,
+    **bounds: float,
+) -> Any:
+    """Declare a field of a section.
+
+    Args:
+        default: its value unless given; a `dict` class is called.
+        only_with: conditions under which the field has an effect; the first that does not hold is reported.
+        path: its text is a path, or may be one: `~` in front stands for the home folder.
+        names: records of the names it takes.
+        help: its help, unless that is the text below the field.
+        bounds: `gt`, `ge`, `lt`, `le` of a number.
+    """
+    extra: dict[str, Any] = {"only_with": only_with, "path": path, "names": names or {}}
+    value: dict[str, Any] = {"default_factory": default} if default is dict else {"default": default}
+    return Field(**value, **dict[str, Any](bounds), description=help, json_schema_extra=extra)
+
+
+def seconds(default: float, *only_with: Condition) -> Any:
+    """Declare a deadline or an interval in seconds."""
+    return setting(default, *only_with, gt=0, le=MAX_SECONDS)
+
+
 S = TypeVar("S", bound=type[Section])
 
 
 def with_parameters(*tables: Mapping[str, Record]) -> Callable[[S], S]:
     """Return a decorator that gives a section one more field for each parameter of these algorithms."""
-    parameters = [p for table in tables for record in table.values() for p in record.parameters]
-    fields: Any = {
-        p.name: (float, Field(p.default, description=p.help, **dict[str, Any](p.bounds))) for p in parameters
-    }
+    fields: dict[str, Any] = {}
+    for table in tables:
+        for parameter in (p for record in table.values() for p in record.parameters):
+            bounds: dict[str, Any] = dict(parameter.bounds)
+            declared = setting(parameter.default, read_by(table, parameter.name), help=parameter.help, **bounds)
+            fields[parameter.name] = (float, declared)
 
     def extend(model: S) -> S:
         extended: Any = create_model(

@@ -10,13 +10,6 @@ from typing import Any
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
 MAX_FLOAT = 3.4028234663852886e38
 
-PATH_FIELDS = frozenset(
-    """hf_checkpoint ref_load opd_teacher_load critic_load prompt_data eval_prompt_data custom_env_path group_filter rm_type
-    custom_rm_path custom_advantage_path custom_loss_path engine_python save load run_dir weight_folder
-    save_debug_rollout_data load_debug_rollout_data""".split()
-)
-"""Fields whose text is a path, or may be one: `~` in front stands for the home folder in each of them."""
-
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
 _MAX_SHOWN = 80
 
@@ -39,17 +32,17 @@ def check_value(value: Any) -> Any:
     return value
 
 
-def expand_paths(name: str, value: Any) -> Any:
-    """Return the value of a field with `~` expanded if the field holds paths; raise `ValueError` for what is no path."""
-    if name not in PATH_FIELDS:
-        return value
+def expand_paths(value: Any, *, named: bool = False) -> Any:
+    """Return a path, or each of a tuple of paths, with `~` expanded; `named` is for `name=path`.
+
+    Raises `ValueError` for what can be no path.
+    """
     if isinstance(value, tuple):
-        return tuple(_expand(text, named=name == "eval_prompt_data") for text in value)
-    return _expand(value) if isinstance(value, str) else value
+        return tuple(_expand(text, named) for text in value)
+    return _expand(value, named) if isinstance(value, str) else value
 
 
-def _expand(text: str, *, named: bool = False) -> str:
-    """Expand one path; `named` is for `name=path`."""
+def _expand(text: str, named: bool) -> str:
     before, equals, path = text.partition("=") if named else ("", "", text)
     if path.startswith("~"):
         home, slash, rest = path.partition("/")

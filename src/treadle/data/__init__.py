@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 
 from treadle.chat import Codec
-from treadle.config.sections import DataSection, EvalOverride, EvalSection
+from treadle.config import DataSection, EvalOverride, EvalSection, parse_eval_sets
 from treadle.data.column_key import has_key
 from treadle.data.dataset import PromptDataset
 from treadle.data.readers import Reader, open_reader, source_name
@@ -17,8 +16,6 @@ from treadle.errors import ConfigError
 from treadle.registry import suggestion
 
 __all__ = ["PromptDataset", "PromptFormat", "PromptSource", "Reader", "build_eval_sets", "build_source", "open_reader"]
-
-_EVAL_SET = re.compile(r"(?P<name>[\w.-]+)=(?P<source>.+)", re.DOTALL)
 
 
 def build_source(data: DataSection, *, codec: Codec, max_prompt_len: int, seed: int) -> PromptSource:
@@ -45,7 +42,9 @@ def build_eval_sets(
 
     `metadata_key` and `tools_key` are read where a set has that column.
     """
-    sources = _eval_sources(evaluation)
+    sources = parse_eval_sets(evaluation.eval_prompt_data)
+    for name in evaluation.eval_overrides.keys() - sources.keys():
+        raise ConfigError(f"eval_overrides.{name}: eval_prompt_data has no set of that name{suggestion(name, sources)}")
     form = _prompt_format(data)
     sets: dict[str, PromptDataset] = {}
     for name, source in sources.items():
@@ -62,23 +61,6 @@ def build_eval_sets(
             own = replace(own, tools_key=None)
         sets[name] = PromptDataset(name, reader, codec, own, max_prompt_len)
     return sets
-
-
-def _eval_sources(evaluation: EvalSection) -> dict[str, str]:
-    sources: dict[str, str] = {}
-    for value in evaluation.eval_prompt_data:
-        match = _EVAL_SET.fullmatch(value)
-        if match is None:
-            raise ConfigError(f"eval_prompt_data {value!r} has no name; write name={value}")
-        if match["name"] in sources:
-            raise ConfigError(f"eval_prompt_data names {match['name']!r} twice; rename one")
-        sources[match["name"]] = match["source"]
-    for name in evaluation.eval_overrides:
-        if name not in sources:
-            raise ConfigError(
-                f"eval_overrides.{name}: eval_prompt_data has no set of that name{suggestion(name, sources)}"
-            )
-    return sources
 
 
 def _prompt_format(data: DataSection, override: EvalOverride | None = None) -> PromptFormat:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from treadle.chat import Codec, load_codec
 from treadle.config import Config, RewardSection, batch_arithmetic
-from treadle.config.chosen import models_beside
 from treadle.data import PromptSource, build_eval_sets, build_source
 from treadle.errors import ConfigError, ModelError
 from treadle.models.bundled import resolve
@@ -82,7 +81,7 @@ def check_models(config: Config, model_path: str, *, fetch_missing: bool = True)
             check_generation(probe, fused=fused)
         except ModelError as error:
             raise ModelError(f"{model_path!r}: {error}") from error
-    for name in models_beside(config).values():
+    for name in config.models_beside.values():
         path = resolve(name, fetch_missing=fetch_missing)
         if path == name or (Path(path) / "config.json").is_file():  # else a bundled model that is not here yet
             check_loadable(path, load_config(path), fused=fused)

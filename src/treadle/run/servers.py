@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from treadle.chat import Codec
 from treadle.config import Config
-from treadle.config.engine import EngineValue
+from treadle.config.rollout_section import EngineValue
 from treadle.errors import ConfigError, EngineError, EngineLostError
 from treadle.models.context import context_length, context_note
 from treadle.models.load import compute_dtype, load_config, name_of, pick_device

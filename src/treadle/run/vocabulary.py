@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from treadle.chat import Codec
 from treadle.config import Config
-from treadle.config.chosen import models_beside
 from treadle.errors import ModelError
 from treadle.models.bundled import resolve
 from treadle.models.load import embedding_rows, load_config
@@ -22,7 +21,7 @@ def check_vocabulary(config: Config, codec: Codec, model_path: str, *, fetch_mis
         ModelError: if a model has fewer rows than the tokenizer has ids.
     """
     models = {"--hf-checkpoint": model_path}
-    for flag, name in models_beside(config).items():
+    for flag, name in config.models_beside.items():
         if flag != "--opd-teacher-load":  # find_teacher compares its tokens one by one
             models[flag] = resolve(name, fetch_missing)
     largest, token = codec.largest_id

@@ -11,7 +11,10 @@ from treadle.config.fields import config_fields, section_models
 SOURCE = Path(treadle.__file__).parent
 NOT_READERS = {
     # They describe, check or print fields; none of them makes a field do anything.
-    *(SOURCE / "config" / f"{name}.py" for name in ("fields", "flags", "docs", "recipe", "load", "checks", "chosen")),
+    *(
+        SOURCE / "config" / f"{name}.py"
+        for name in ("fields", "flags", "docs", "recipe", "load", "checks", "conditions")
+    ),
     *(SOURCE / "config").glob("rules_*.py"),
     SOURCE / "run" / "plan.py",
     SOURCE / "run" / "memory.py",
@@ -52,13 +55,20 @@ def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield target, node.value
 
 
+def is_setting(node: ast.AST) -> bool:
+    """True for a call that says when a field has an effect, as `setting(None, when(lambda config: …))` does."""
+    return isinstance(node, ast.Call) and last_name(node.func) in ("setting", "when")
+
+
 def reads_of(text: str) -> set[tuple[str, str]]:
     """Every (section, field) that a file reads."""
     tree = ast.parse(text)
     names = sections_by_name(tree)
     reads: set[tuple[str, str]] = set()
+    conditions = [node for node in ast.walk(tree) if is_setting(node)]
+    in_conditions = {id(node) for condition in conditions for node in ast.walk(condition)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in in_conditions:
             reads |= {(section, node.attr) for section in names.get(last_name(node.value), ())}
         if isinstance(node, ast.ClassDef) and node.name in CLASSES:
             own = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and last_name(n.value) == "self"}
@@ -83,5 +93,6 @@ def f(config, section: OptimSection, own):
     part, other = config.train, own.place
     section.lr, part.seed, other.progress, own.load, config.checkpoint.save
     section.min_lr = 3
+    when(lambda config: config.train.num_epoch)
 """
     assert reads_of(text) == {("optim", "lr"), ("train", "seed"), ("checkpoint", "save")}

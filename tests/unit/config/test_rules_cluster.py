@@ -2,7 +2,7 @@
 
 import pytest
 
-from treadle.config.rules_cluster import CLUSTER_RULES, evaluation_is_local
+from treadle.config.checks import findings_of
 
 FAULTS = [
     ({"max_lag": 1}, "max_lag = 1 needs runtime = ray"),
@@ -51,31 +51,32 @@ FINE = [
 
 
 def findings(config):
-    return [finding for rule in CLUSTER_RULES for finding in rule(config)]
+    return findings_of(config, {"run"})
 
 
 @pytest.mark.parametrize(("fields", "text"), FAULTS)
 def test_what_is_refused(make_config, fields, text):
-    faults = [finding.text for finding in findings(make_config(**fields)) if finding.fatal]
+    faults = [finding.text for finding in findings(make_config(num_rollout=1, **fields)) if finding.fatal]
     assert len(faults) == 1
     assert text in faults[0]
 
 
 @pytest.mark.parametrize(("fields", "text"), WARNINGS)
 def test_what_is_warned_of(make_config, fields, text):
-    found = findings(make_config(**fields))
+    found = findings(make_config(num_rollout=1, **fields))
     assert [finding.fatal for finding in found] == [False]
     assert text in found[0].text
 
 
 @pytest.mark.parametrize("fields", FINE)
 def test_what_is_fine(make_config, fields):
-    assert findings(make_config(**fields)) == []
+    assert findings(make_config(num_rollout=1, **fields)) == []
 
 
 def test_evaluation_says_that_it_runs_in_one_process(make_config):
-    assert list(evaluation_is_local(make_config())) == []
-    (found,) = evaluation_is_local(make_config(runtime="ray"))
+    sound = {"eval_prompt_data": ("a=x",), "rm_type": ("exact",)}
+    assert findings_of(make_config(**sound), {"eval"}) == []
+    (found,) = findings_of(make_config(**sound, runtime="ray"), {"eval"})
     assert (found.fatal, "one process" in found.text) == (False, True)
 
 

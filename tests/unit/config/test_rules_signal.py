@@ -40,7 +40,7 @@ def findings(argv: str) -> list[str]:
         (f"--reward-scale 2 {RPP}", ["reward_scale = 2.0 does nothing with reinforce_plus_plus"]),
         (f"--reward-bias 2 {RPP} --kl-coef 0.1", ["reward_bias = 2.0 does nothing"]),
         ("--reward-bias -1 --advantage-estimator rloo", ["reward_bias = -1.0 does nothing with rloo"]),
-        ("--normalize-rewards-running", ["normalize_rewards_running = True does nothing with grpo"]),
+        ("--normalize-rewards-running", ["normalize_rewards_running = true does nothing with grpo"]),
         ("--normalize-rewards-running --advantage-estimator maxrl", ["negative", "maxrl divides by their mean"]),
         (
             "--advantage-estimator gdpo --rm-type math exact --reward-clip-high 1 --overlong-buffer-len 8",
@@ -51,7 +51,7 @@ def findings(argv: str) -> list[str]:
             ["reward_scale = 2.0 does nothing without a reward"],
         ),
         ("--correction-bound mask", ["correction_bound = mask does nothing without rollout_correction"]),
-        ("--correction-batch-mean-one", ["correction_batch_mean_one = True does nothing without"]),
+        ("--correction-batch-mean-one", ["correction_batch_mean_one = true does nothing without"]),
         (
             "--correction-reject-level token --correction-reject-high 2",
             ["correction_reject_level = token does nothing without rollout_correction"],

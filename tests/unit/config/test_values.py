@@ -7,8 +7,10 @@ from pydantic import ValidationError
 
 from treadle.config import Config, load_config
 from treadle.config.fields import config_fields
-from treadle.config.values import PATH_FIELDS, first_few, written
+from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
+
+PATH_FIELDS = [field.name for field in config_fields().values() if field.is_path]
 
 
 def refusal(*argv: str, recipe: Path | None = None) -> str:

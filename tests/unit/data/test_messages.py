@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from treadle.chat import Codec
-from treadle.config import load_config
-from treadle.config.sections import DataSection, EvalOverride, EvalSection
+from treadle.config import DataSection, EvalOverride, EvalSection, load_config
 from treadle.data import build_eval_sets, build_source
 from treadle.data.dataset import PromptDataset
 from treadle.data.messages import content_text

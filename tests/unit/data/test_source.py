@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.chat import Codec
-from treadle.config.sections import DataSection, EvalOverride, EvalSection
+from treadle.config import DataSection, EvalOverride, EvalSection
 from treadle.data import PromptDataset, PromptFormat, PromptSource, build_eval_sets, build_source
 from treadle.data.readers import RowsReader
 from treadle.data.source import epoch_order

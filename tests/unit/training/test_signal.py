@@ -11,7 +11,7 @@ import torch
 from treadle.algorithms import RunningMoments
 from treadle.catalog import ESTIMATORS
 from treadle.config import AlgorithmSection, RewardSection
-from treadle.config.chosen import ignores_bias, ignores_scale
+from treadle.config.rules_training import ignores_bias, ignores_scale
 from treadle.errors import ConfigError
 from treadle.metrics import reduce_metrics
 from treadle.training.batch import batch_of

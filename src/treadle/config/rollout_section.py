@@ -1,0 +1,141 @@
+"""Settings of generation, of engines that are servers, and of rewards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from treadle.catalog import REWARDS, reward_names
+from treadle.config.conditions import STARTED_SERVERS, choice, given, when
+from treadle.config.section import Section, seconds, setting
+
+EngineValue = str | bool | int | float | tuple[str, ...]
+
+_FILTER = given("group_filter")
+_SERVER = choice("rollout_engine", "vllm", "sglang", together=True)
+
+
+class RolloutSection(Section):
+    """How samples are generated."""
+
+    rollout_batch_size: int = setting(16, ge=1)
+    """Prompts in a rollout."""
+    n_samples_per_prompt: int = setting(8, ge=1)
+    """Samples of each prompt: the size of a group."""
+    rollout_temperature: float = setting(1.0, ge=0)
+    """Sampling temperature."""
+    rollout_top_p: float = setting(1.0, gt=0, le=1)
+    """Nucleus sampling: keep the most likely tokens up to this mass."""
+    rollout_top_k: int = setting(0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all."""
+    rollout_min_p: float = setting(0.0, ge=0, lt=1)
+    """Keep tokens at least this share as likely as the most likely one."""
+    rollout_max_response_len: int = setting(256, ge=1)
+    """Most new tokens in a sample."""
+    rollout_stop: tuple[str, ...] = ()
+    """Strings that end a sample."""
+    rollout_stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a sample, beside the model's own."""
+    rollout_seed: int = setting(42, ge=0)
+    """Seed of the prompt order and of every sample."""
+    rollout_engine: Literal["torch", "vllm", "sglang"] = "torch"
+    """What generates: `torch` is the embedded engine, on the trainer's own weights; `vllm` and `sglang` are servers."""
+    group_filter: str | None = setting(None, path=True)
+    """Drop groups and draw others instead: zero_signal (dynamic sampling), any_failed, or the path of your own."""
+    over_sampling_batch_size: int | None = setting(None, _FILTER, ge=1)
+    """Prompts drawn at a time with a group filter. Default: rollout_batch_size."""
+    max_filter_rounds: int = setting(4, _FILTER, ge=1)
+    """Draws of a rollout with a group filter; after them, dropped groups fill what is missing."""
+    max_running_requests: int = setting(256, ge=1)
+    """Most samples that the engine decodes at once."""
+    kv_cache_gib: float = setting(2.0, gt=0)
+    """Memory for keys and values (GiB); bounds how many samples run at once."""
+    max_concurrent_prompts: int | None = setting(
+        None,
+        when(
+            lambda config: (most := config.rollout.max_concurrent_prompts or 0) <= config.rollout.rollout_batch_size,
+            lambda config: (
+                f"does nothing: a rollout has {config.rollout.rollout_batch_size} prompts (rollout_batch_size); drop it"
+            ),
+            fatal=False,
+        ),
+        ge=1,
+    )
+    """Most prompts in flight at once. Default: all of a rollout."""
+    custom_env_path: str | None = setting(None, path=True)
+    """Your own environment, `file.py:object` or `package.module:object`: answers the model between its turns."""
+    env_max_turns: int = setting(8, ge=1)
+    """Most turns of the model in a sample with an environment."""
+    env_timeout_seconds: float = seconds(60.0)
+    """An environment that is slower than this marks its sample failed."""
+    max_failed_fraction: float = setting(0.5, ge=0, le=1)
+    """End the run if a larger share of a rollout's samples failed; 1 never does."""
+    rollout_timeout_seconds: float = seconds(3600.0)
+    """Deadline of one rollout's generation and scoring."""
+
+
+class EngineSection(Section):
+    """The server that generates, if rollout_engine is not torch."""
+
+    engine_python: str | None = setting(None, _SERVER, STARTED_SERVERS, path=True)
+    """Python interpreter that has the engine, for example `venv/bin/python`. Default: Treadle's own."""
+    rollout_external_engine_addrs: tuple[str, ...] = setting((), _SERVER)
+    """Servers that run already, `host:port` each, instead of starting any."""
+    engine_start_timeout_seconds: float = seconds(600.0)
+    """Deadline of starting an engine's server, or of reaching one that runs."""
+    max_logprob_diff: float = setting(0.1, gt=0)
+    """Warn if the mean gap between the trainer's and the engine's logprobs is above this (nats). bfloat16 alone makes up
+    to 0.05."""
+    vllm: dict[str, EngineValue] = setting(dict, choice("rollout_engine", "vllm", together=True), STARTED_SERVERS)
+    """Arguments of vLLM's server by their own names; as flags `--vllm-NAME VALUE`, `--vllm-enforce-eager`."""
+    sglang: dict[str, EngineValue] = setting(dict, choice("rollout_engine", "sglang", together=True), STARTED_SERVERS)
+    """Arguments of SGLang's server by their own names; as flags `--sglang-NAME VALUE`, `--sglang-disable-cuda-graph`."""
+
+    def arguments(self, kind: str) -> dict[str, EngineValue]:
+        """Return the arguments for a server of this kind; none for the torch engine."""
+        return {"vllm": self.vllm, "sglang": self.sglang}.get(kind, {})
+
+
+class RewardSection(Section):
+    """How samples are scored."""
+
+    rm_type: tuple[str, ...] = setting((), names=REWARDS, path=True)
+    """Rewards by name or as `package.module:function`; several are added by weight."""
+    rm_weights: tuple[float, ...] = ()
+    """Weight of each reward. Default: all 1."""
+    custom_rm_path: str | None = setting(None, path=True)
+    """Your own reward: `file.py:function` or `package.module:function`."""
+    rm_regex: str | None = setting(
+        None,
+        when(
+            lambda config: config.uses_reward("regex"),
+            "does nothing without the regex reward; add it to rm_type, or drop it",
+            together=True,
+        ),
+    )
+    """Pattern of the `regex` reward: 1 if it matches somewhere in the response."""
+    rm_timeout_seconds: float = seconds(30.0)
+    """A reward that is slower than this marks its sample failed."""
+    rm_num_workers: int = setting(1, ge=1)
+    """Processes that run rewards."""
+    reward_scale: float = setting(1.0, gt=0)
+    """Factor on the reward that is trained on; logs keep the raw one."""
+    reward_bias: float = 0.0
+    """Added to the scaled reward."""
+    reward_clip_low: float | None = None
+    """Lower bound of the scaled reward."""
+    reward_clip_high: float | None = None
+    """Upper bound of the scaled reward."""
+    normalize_rewards_running: bool = False
+    """Then subtract the mean of all rewards of the run so far and divide by their standard deviation."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Every reward given: rm_type, then custom_rm_path."""
+        return self.rm_type + ((self.custom_rm_path,) if self.custom_rm_path else ())
+
+    @property
+    def part_weights(self) -> dict[str, float]:
+        """Weight of each reward by the name of its part; all weigh 1 unless there is a weight for each."""
+        names = reward_names(self.targets)
+        weights = self.rm_weights if len(self.rm_weights) == len(names) else (1.0,) * len(names)
+        return dict(zip(names, weights, strict=True))
