@@ -34,7 +34,6 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "accelerate",
     "datasets",
-    "tyro",
     "math_verify",
 )
 END_SECONDS = 60.0

@@ -161,6 +161,11 @@ POLICY_LOSSES = _table(
 # fmt: on
 
 
+PARAMETERS = {
+    p.name: p for table in (ESTIMATORS, POLICY_LOSSES) for record in table.values() for p in record.parameters
+}
+"""The parameters of all algorithms by name."""
+
 # KL to a reference
 
 

@@ -29,7 +29,7 @@ usage: treadle COMMAND [RECIPE] [--flag value ...]
   eval    [RECIPE] [--flags]   score a model on the evaluation sets
   plan    [RECIPE] [--flags]   show what a run would do and the memory it takes; starts nothing
   config  [RECIPE] [--flags]   print the whole configuration as a recipe
-  config  --docs flags|metrics print the page of all flags or metrics
+  config  --docs PAGE            print a generated page: flags, metrics or algorithms
   model   fetch NAME [--out DIR]            download a small bundled model
           info PATH                         say what a model folder holds
           export CHECKPOINT OUT [--dtype]   write a checkpoint as a Hugging Face folder
@@ -229,13 +229,12 @@ def _config(words: list[str]) -> int:
 
 
 def _docs_page(words: list[str]) -> str:
-    from treadle.config.docs import flags_markdown, metrics_markdown
+    from treadle.config.docs import PAGES
 
-    pages = {"flags": flags_markdown, "metrics": metrics_markdown}
     names = [word.removeprefix("--docs=") for word in words if word != "--docs"]
-    if len(names) != 1 or names[0] not in pages:
-        raise ConfigError(f"--docs takes one page: {' or '.join(pages)}")
-    return pages[names[0]]()
+    if len(names) != 1 or names[0] not in PAGES:
+        raise ConfigError(f"--docs takes one page: {' or '.join(PAGES)}")
+    return PAGES[names[0]]()
 
 
 class _Parser(argparse.ArgumentParser):

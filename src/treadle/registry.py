@@ -37,10 +37,24 @@ _MAX_ERROR_CHARS = 300
 _MISSING = object()
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the known name nearest to a wrong one, or nothing where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name most like this one, or None if none is close.
+
+    >>> nearest("rollout_batch_sise", ["rollout_batch_size", "micro_batch_size"])
+    'rollout_batch_size'
+    """
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def suggestion(name: str, known: Iterable[str], most_listed: int = 0) -> str:
+    """Return `; did you mean 'x'?` for the known name nearest to a wrong one.
+
+    If none is near, return `; known are …` if they are at most `most_listed`, else nothing.
+    """
+    names = list(known)
+    if found := nearest(name, names):
+        return f"; did you mean {found!r}?"
+    return f"; known are {', '.join(names)}" if 0 < len(names) <= most_listed else ""
 
 
 def describe_error(error: BaseException) -> str:

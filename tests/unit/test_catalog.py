@@ -53,3 +53,50 @@ def test_every_default_policy_loss_exists():
 def test_a_parameter_is_what_its_setting_says():
     loss = catalog.POLICY_LOSSES["sapo"].load({"sapo_tau_positive": 3.0, "lr": 1.0})
     assert loss.keywords == {"sapo_tau_positive": 3.0, "sapo_tau_negative": 1.05}
+
+
+NEW_LOSS = """
+from dataclasses import replace
+from treadle import catalog
+from treadle.algorithms import losses
+
+
+def gentle(inputs, *, gentleness):
+    result = losses.ppo(inputs)
+    return replace(result, loss=result.loss / gentleness)
+
+
+losses.gentle = gentle
+record = catalog.PolicyLossRecord(
+    "gentle", "ppo, divided", reads=("eps_clip",), parameters=(catalog.Parameter("gentleness", 2.0, "Divisor.", {"gt": 0}),)
+)
+catalog.POLICY_LOSSES["gentle"] = record
+
+import torch
+from treadle.config import check_config, load_config
+from treadle.config.docs import flags_markdown
+from treadle.errors import ConfigError
+from treadle.training.objective import build_objective
+
+SOUND = "--hf-checkpoint m --prompt-data d.jsonl --num-rollout 1 --rm-type exact --label-key a".split()
+config = load_config(None, [*SOUND, "--policy-loss", "gentle", "--gentleness", "4"])
+assert check_config(config) == []
+inputs = (torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([0]), 1)
+assert build_objective(config.algorithm, 64).policy_loss(*inputs).loss.tolist() == [-0.25]
+assert "`--gentleness`" in flags_markdown()
+for words, fault in ((["--gentleness", "4"], "gentleness = 4.0 does nothing with policy loss ppo: it is read by gentle"),
+                     (["--policy-loss", "gentel"], "did you mean 'gentle'"),):
+    try:
+        check_config(load_config(None, [*SOUND, *words]))
+    except ConfigError as error:
+        assert fault in str(error), error
+    else:
+        raise AssertionError(fault)
+print("done")
+"""
+
+
+def test_a_new_loss_is_a_function_and_a_record():
+    """Its flag, its help, its checks and the trainer follow from them."""
+    found = subprocess.run([sys.executable, "-c", NEW_LOSS], capture_output=True, text=True)
+    assert found.stdout == "done\n", found.stderr[-2000:]

@@ -14,7 +14,18 @@ from treadle.catalog import (
     PolicyLossRecord,
 )
 from treadle.config.batch_sizes import known_arithmetic
-from treadle.config.conditions import REFERENCE, TRAINS_A_CRITIC, alone, estimator, given, needs, read_by, when
+from treadle.config.conditions import (
+    REFERENCE,
+    TRAINS_A_CRITIC,
+    Condition,
+    alone,
+    compared,
+    estimator,
+    given,
+    needs,
+    read_by,
+    when,
+)
 from treadle.config.section import Section, setting, with_parameters
 
 _KL_LOSS = given("use_kl_loss")
@@ -32,6 +43,10 @@ _STEERED = when(
     "does nothing: there is no KL to steer; set kl_coef, or use_kl_loss with kl_loss_coef",
     together=True,
 )
+
+
+def _below(name: str) -> Condition:
+    return compared("<=", name, "is more than {}; lower it")
 
 
 @with_parameters(ESTIMATORS, POLICY_LOSSES)
@@ -80,7 +95,10 @@ class AlgorithmSection(Section):
     """On-policy distillation: subtract this times (logprob of the student − of the teacher) from each token's advantage."""
     kl_loss_type: str = setting("low_var_kl", given("use_kl_loss", fatal=False), names=KL_ESTIMATORS)
     """KL estimator of the loss; kl_coef always takes k1."""
-    entropy_coef: float = 0.0
+    entropy_coef: float = setting(
+        0.0,
+        when(lambda config: config.algorithm.entropy_coef >= 0, "is negative: it pushes the entropy down", fatal=False),
+    )
     """Weight of the entropy bonus."""
     eps_clip: float = setting(0.2, read_by(POLICY_LOSSES, "eps_clip", fatal=False), gt=0, le=1)
     """Clip range of the ratio below 1, and above it unless eps_clip_high is set; 1 removes the lower bound."""
@@ -104,7 +122,7 @@ class AlgorithmSection(Section):
     """Weight tokens by the trainer's over the engine's probability."""
     correction_bound: Literal["truncate", "clip", "mask"] | None = setting(None, _CORRECTION)
     """`truncate` caps the weight from above, `clip` on both sides, `mask` drops the token. Default depends on the correction."""
-    correction_low: float | None = setting(None, _CORRECTION, _CLIPS, ge=0)
+    correction_low: float | None = setting(None, _CORRECTION, _CLIPS, _below("correction_high"), ge=0)
     """Lower bound of the weight. Default depends on the correction."""
     correction_high: float | None = setting(None, _CORRECTION, gt=0)
     """Upper bound of the weight. Default depends on the correction."""
@@ -112,7 +130,7 @@ class AlgorithmSection(Section):
     """Drop a sample in which the weight of any token is below this, for example 1e-4."""
     correction_reject_level: Literal["token", "sequence", "geometric"] | None = setting(None, _CORRECTION)
     """Also drop tokens, or whole samples by the product or the geometric mean, whose weight is out of bounds."""
-    correction_reject_low: float | None = setting(None, _REJECTION, ge=0)
+    correction_reject_low: float | None = setting(None, _REJECTION, _below("correction_reject_high"), ge=0)
     """Lower bound of the weight at correction_reject_level."""
     correction_reject_high: float | None = setting(None, _REJECTION, gt=0)
     """Upper bound of the weight at correction_reject_level."""
@@ -133,7 +151,7 @@ class AlgorithmSection(Section):
     """Train only on this fraction of the tokens, those with the highest entropy."""
     mask_truncated: bool = False
     """Leave samples that reached the length limit out of the loss."""
-    overlong_buffer_len: int | None = setting(None, ge=1)
+    overlong_buffer_len: int | None = setting(None, _below("rollout_max_response_len"), ge=1)
     """Responses that end within this many tokens of the limit are penalised (DAPO)."""
     overlong_penalty_factor: float = setting(1.0, given("overlong_buffer_len"), gt=0)
     """Penalty at the length limit."""
@@ -184,5 +202,10 @@ class CriticSection(Section):
     """Optimizer steps of the critic's linear warm-up."""
     value_clip: float = setting(0.2, TRAINS_A_CRITIC, gt=0)
     """The value loss does not reward moving a value further than this from the old one."""
-    num_critic_only_steps: int = setting(0, TRAINS_A_CRITIC, ge=0)
+    num_critic_only_steps: int = setting(
+        0,
+        TRAINS_A_CRITIC,
+        compared("<", "num_rollout", "is all of {}: the policy would never be trained; lower it"),
+        ge=0,
+    )
     """Rollouts at the start in which only the critic is trained."""

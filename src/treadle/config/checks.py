@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treadle.config import rules_cluster, rules_engine, rules_rollout, rules_run, rules_training  # noqa: F401
+from treadle.config import rules_engine, rules_rollout, rules_run, rules_training  # noqa: F401
 from treadle.config.conditions import Condition, Part, shown
-from treadle.config.fields import config_fields, did_you_mean
+from treadle.config.fields import config_fields
 from treadle.config.findings import RULES, Finding, fault
 from treadle.config.secrets import without_secrets
 from treadle.config.sections import Config
 from treadle.config.values import written
 from treadle.errors import ConfigError
+from treadle.registry import suggestion
 
 _PART_OF_SECTION: dict[str, Part] = {
     **dict.fromkeys(("model", "algorithm", "critic", "optim", "train"), "train"),
@@ -58,7 +59,7 @@ def unknown_names(config: Config, parts: set[Part]) -> Iterator[Finding]:
         if not field.names or not isinstance(name, str) or name in field.names:
             continue
         if _PART_OF_SECTION.get(field.section, "run") in parts:
-            yield fault(f"{field.name} {name!r} is unknown{did_you_mean(name, list(field.names))}")
+            yield fault(f"{field.name} {name!r} is unknown{suggestion(name, list(field.names), most_listed=12)}")
 
 
 def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
@@ -68,7 +69,7 @@ def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
         if config.value(field.name) != field.default:
             for condition in field.only_with:
                 part = condition.part or _PART_OF_SECTION.get(field.section, "run")
-                if part in parts and not condition.holds(config):
+                if part in parts and not condition.holds(config, config.value(field.name)):
                     idle.setdefault(condition, []).append(field.name)
                     break
     for condition, names in idle.items():

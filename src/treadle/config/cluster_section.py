@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 from treadle.config.conditions import TRAINS_A_CRITIC, absent, choice, given, when
 from treadle.config.section import Section, seconds, setting
 
+_RAY_ADDRESS = re.compile(r"auto|(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 _RAY = choice("runtime", "ray", fatal=False, together=True)
 _WORKERS = when(
     lambda config: config.cluster.runtime == "ray" or config.rollout.rollout_engine != "torch",
@@ -25,7 +27,14 @@ class ClusterSection(Section):
 
     runtime: Literal["local", "ray"] = "local"
     """`local` is one process; `ray` gives trainer and engines workers of their own (needs the `ray` extra)."""
-    ray_address: str | None = setting(None, _RAY)
+    ray_address: str | None = setting(
+        None,
+        _RAY,
+        when(
+            lambda config: bool(_RAY_ADDRESS.fullmatch(config.cluster.ray_address or "auto")),
+            "is no address of a Ray; give host:port or auto",
+        ),
+    )
     """Ray cluster to join, `host:port` or `auto`. Default: a Ray is started for this run."""
     ray_bind_address: str = setting("127.0.0.1", _RAY, _STARTED_RAY)
     """Address that a Ray started for this run listens on; loopback is this machine only."""
@@ -66,6 +75,11 @@ class ClusterSection(Section):
         when(
             lambda config: not (config.debug.debug_train_only or config.debug.debug_rollout_only),
             "needs both halves of the loop; drop the debug setting",
+        ),
+        when(
+            lambda config: config.algorithm.rollout_correction is not None,
+            "trains on samples of older weights; rollout_correction (tis, say) weights them",
+            fatal=False,
         ),
         ge=0,
     )

@@ -6,6 +6,7 @@ the value, the reason and the remedy.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -27,7 +28,7 @@ class Condition:
     this condition are reported in one line. `part` is that of the field's section unless set.
     """
 
-    holds: Callable[[Config], bool]
+    holds: Callable[[Config, Any], bool]  # of the configuration and the field's value
     otherwise: Callable[[Config], str]
     fatal: bool = True
     together: bool = False
@@ -47,7 +48,19 @@ def when(
 ) -> Condition:
     """It has an effect if `holds` says so."""
     text = otherwise
-    return Condition(holds, (lambda config: text) if isinstance(text, str) else text, **options)
+    say = (lambda config: text) if isinstance(text, str) else text
+    return Condition(lambda config, value: holds(config), say, **options)
+
+
+def compared(sign: Literal["<", "<=", ">", ">="], name: str, otherwise: str, **options: Unpack[Options]) -> Condition:
+    """It is on this side of the field `name`, which the text holds as `{}`; None, or no steps or rollouts, is no bound."""
+    compare = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}[sign]
+
+    def holds(config: Config, value: Any) -> bool:
+        bound = config.value(name)
+        return bound is None or (bound == 0 and isinstance(bound, int)) or compare(value, bound)
+
+    return Condition(holds, lambda config: otherwise.format(f"{name} = {config.value(name)}"), **options)
 
 
 def given(*names: str, why: str = "", **options: Unpack[Options]) -> Condition:
@@ -133,3 +146,4 @@ REFERENCE = when(
 TRAINS_A_CRITIC = estimator("needs_values", "only {} has a critic; drop it")
 ON_RAY = choice("runtime", "ray", fatal=False, together=True)
 STARTED_SERVERS = absent("rollout_external_engine_addrs", "those servers run already", fatal=False, together=True)
+IN_THE_RUN = compared("<=", "num_rollout", "is longer than the run ({}): none falls inside it; lower it", fatal=False)

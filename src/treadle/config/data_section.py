@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from treadle.config.conditions import absent, needs, when
+from treadle.config.conditions import IN_THE_RUN, absent, needs, when
 from treadle.config.section import Section, setting
 from treadle.config.template_kwargs import as_words, template_kwargs
 from treadle.errors import ConfigError
@@ -92,6 +92,7 @@ class EvalSection(Section):
         None,
         absent("debug_train_only", "evaluation needs generation", part="run"),
         needs("eval_prompt_data", "`name=source` for each evaluation set"),
+        IN_THE_RUN,
         ge=1,
     )
     """Evaluate at the start, every this many rollouts, and at the end."""

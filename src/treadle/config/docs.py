@@ -1,17 +1,19 @@
-"""The generated pages: every flag from the sections, every metric from its table."""
+"""The generated pages: every flag from the sections, every metric from its table, every algorithm from the catalog."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable
 
+from treadle import catalog
 from treadle.config.fields import ConfigField, config_fields, override_fields, section_models
 from treadle.config.recipe import to_toml_value
-from treadle.metrics import METRICS, MetricSpec
+from treadle.metrics import METRICS
 
-_FLAGS_HEAD = """\
+_FLAGS = """\
 # Flags
 
-<!-- Made by `treadle config --docs flags`; edit the descriptions of the fields in src/treadle/config/ instead. -->
+<!-- Made by `treadle config --docs flags`; edit the text below the fields in src/treadle/config/ instead. -->
 
 Every setting has one name. In a recipe it stands in its section (`[rollout]`, `rollout_batch_size = 16`), on the
 command line it is the flag (`--rollout-batch-size 16`). A flag wins over the recipe, the recipe over the default.
@@ -19,7 +21,7 @@ A switch is turned on by `--name` and off by `--no-name`; a list takes several w
 `None` unsets what may be unset.
 """
 
-_METRICS_HEAD = """\
+_METRICS = """\
 # Metrics
 
 <!-- Made by `treadle config --docs metrics`; edit the table in src/treadle/metrics.py instead. -->
@@ -28,60 +30,97 @@ Every metric says how the numbers of many micro-batches or processes become one.
 text. Fractions are between 0 and 1.
 """
 
+_ALGORITHMS = """\
+# Names of algorithms and rewards
+
+<!-- Made by `treadle config --docs algorithms`; edit the records in src/treadle/catalog.py instead. -->
+
+Formulas, flags and a comparison with other systems are on the page of each name; [the overview](README.md) lists them.
+`lp` is the logprob now, `lp_old` that of the policy before the step, `lp_ref` that of the reference, `lp_roll` that of the
+engine, ρ = exp(lp − lp_old), and w = exp(lp_old − lp_roll).
+"""
+
 
 def flags_markdown() -> str:
-    """The page of all flags, one table per section."""
-    blocks = [_FLAGS_HEAD]
+    """Return the page of all flags, one table per section."""
+    blocks = [_FLAGS]
     for section, model in section_models().items():
         rows = [_flag_row(field) for field in config_fields().values() if field.section == section]
-        blocks.append(
-            "\n".join(
-                [
-                    f"## [{section}]",
-                    "",
-                    f"{model.__doc__}",
-                    "",
-                    "| flag | value | default | meaning |",
-                    "|---|---|---|---|",
-                    *rows,
-                    "",
-                ]
-            )
-        )
+        blocks.append(_table(f"[{section}]", f"{model.__doc__}", ("flag", "value", "default", "meaning"), rows))
     return "\n".join(blocks)
 
 
-def _flag_row(field: ConfigField) -> str:
+def _flag_row(field: ConfigField) -> tuple[str, ...]:
     name = f"`{field.flag}`"
     if field.recipe_only:
         name = f"`{field.name}` (recipe only)" if field.holds_tables else f"`{field.flag}-…`"
-    value = " ".join([_cell(field.kind), *([_cell(field.bounds)] if field.bounds else [])])
-    meaning = _cell(field.description)
-    if field.holds_tables:
-        meaning += " " + _cell(f"Settings: {', '.join(f'`{item}`' for item in override_fields())}.")
-    return f"| {name} | {value} | {_default(field)} | {meaning} |"
-
-
-def _default(field: ConfigField) -> str:
-    if field.default in (None, (), {}, ""):
-        return "—"
-    return f"`{_cell(to_toml_value(field.default))}`"
+    default = "—" if field.default in (None, (), {}, "") else f"`{to_toml_value(field.default)}`"
+    settings = f" Settings: {', '.join(f'`{item}`' for item in override_fields())}." if field.holds_tables else ""
+    return name, f"{field.kind} {field.bounds}".strip(), default, field.description + settings
 
 
 def metrics_markdown() -> str:
-    """The page of all metrics, one table per group."""
-    return "\n".join([_METRICS_HEAD, *_metric_tables()])
-
-
-def _metric_tables() -> Iterator[str]:
-    groups: dict[str, list[MetricSpec]] = {}
+    """Return the page of all metrics, one table per group."""
+    groups: dict[str, list[tuple[str, ...]]] = {}
     for spec in METRICS:
-        groups.setdefault(spec.name.split("/", 1)[0], []).append(spec)
-    for group, specs in groups.items():
-        rows = [f"| `{s.name}` | {s.unit or '—'} | {s.reduction} | {_cell(s.description)} |" for s in specs]
-        yield "\n".join([f"## {group}", "", "| metric | unit | joined by | meaning |", "|---|---|---|---|", *rows, ""])
+        row = (f"`{spec.name}`", spec.unit or "—", spec.reduction, spec.description)
+        groups.setdefault(spec.name.split("/", 1)[0], []).append(row)
+    tables = [_table(group, "", ("metric", "unit", "joined by", "meaning"), rows) for group, rows in groups.items()]
+    return "\n".join([_METRICS, *tables])
+
+
+def algorithms_markdown() -> str:
+    """Return the page of all names that the catalog has, one table per kind."""
+    estimators = [
+        (f"[{record.name}]({record.name}.md)", record.help, f"`{record.policy_loss}`", _traits(record), record.source)
+        for record in catalog.ESTIMATORS.values()
+    ]
+    losses = [
+        (f"[{record.name}]({record.name}.md)", record.help, ", ".join(f"`{n}`" for n in record.all_read), record.source)
+        for record in catalog.POLICY_LOSSES.values()
+    ]
+    corrections = [
+        (f"`{record.name}`", record.help, record.settings.bound, _bounds(record.settings), record.source)
+        for record in catalog.CORRECTIONS.values()
+    ]
+    kl = [(f"`{record.name}`", record.help, record.source) for record in catalog.KL_ESTIMATORS.values()]
+    rewards = [(f"`{record.name}`", record.help) for record in catalog.REWARDS.values()]
+    tables: list[tuple[str, tuple[str, ...], Iterable[tuple[str, ...]]]] = [
+        ("`advantage_estimator`", ("name", "advantage", "policy loss", "reads", "source"), estimators),
+        ("`policy_loss`", ("name", "loss", "settings", "source"), losses),
+        ("`rollout_correction`", ("name", "weight of a token", "outside its bounds", "bounds", "source"), corrections),
+        ("`kl_loss_type`", ("name", "estimate, d = lp − lp_ref", "source"), kl),
+        ("`rm_type`", ("name", "reward"), rewards),
+    ]
+    return "\n".join([_ALGORITHMS, *(_table(title, "", head, rows) for title, head, rows in tables)])
+
+
+def _traits(record: catalog.EstimatorRecord) -> str:
+    read = {
+        "groups": record.needs_group,
+        "two rewards or more": record.needs_parts,
+        "rewards ≥ 0": record.divides_by_mean,
+        "a critic, `lambd`": record.needs_values,
+        "`grpo_std_normalization`": record.divides_by_std,
+        "`kl_coef`": record.per_token_reward,
+        "`gamma`": record.uses_gamma,
+    }
+    return ", ".join(text for text, is_read in read.items() if is_read)
+
+
+def _bounds(settings: catalog.CorrectionSettings) -> str:
+    return f"{settings.low:g} … {'∞' if settings.high == math.inf else format(settings.high, 'g')}"
+
+
+def _table(title: str, intro: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]
+    return "\n".join([f"## {title}", "", *([intro, ""] if intro else []), *lines, ""])
 
 
 def _cell(text: str) -> str:
-    """Text that can't end its table cell or be read as HTML."""
+    """Return text that can't end its table cell or be read as HTML."""
     return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")
+
+
+PAGES = {"flags": flags_markdown, "metrics": metrics_markdown, "algorithms": algorithms_markdown}

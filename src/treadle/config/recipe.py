@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from treadle.config.fields import config_fields, did_you_mean, nearest, override_fields, section_models
+from treadle.config.fields import config_fields, override_fields, section_models
 from treadle.config.secrets import without_secrets
 from treadle.config.sections import Config
 from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
 from treadle.printable_text import harmless_json
-from treadle.registry import suggestion
+from treadle.registry import nearest, suggestion
 from treadle.storage.regular_file import read_regular
 
 Values = dict[str, Any]
@@ -78,17 +78,17 @@ def _place(message: str, text: str) -> str:
 def _key_faults(table: Mapping[str, Any]) -> Iterator[str]:
     fields, sections = config_fields(), section_models()
     for name, values in table.items():
-        if name not in sections:
-            if name in fields:
-                yield f"{name} belongs in [{fields[name].section}]"
-            elif isinstance(values, dict):
-                yield f"no section [{written(name)}]{did_you_mean(f'[{name}]', [f'[{item}]' for item in sections])}"
-            else:
-                yield f"no field {written(name)}{_where(name)}"
-        elif not isinstance(values, dict):
-            yield f"{name} = {written(repr(values))} must be a table: [{name}]"
-        else:
+        if name in sections and isinstance(values, dict):
             yield from _section_faults(name, values)
+        elif name in sections:
+            yield f"{name} = {written(repr(values))} must be a table: [{name}]"
+        elif name in fields:
+            yield f"{name} belongs in [{fields[name].section}]"
+        elif isinstance(values, dict):
+            known = [f"[{item}]" for item in sections]
+            yield f"no section [{written(name)}]{suggestion(f'[{name}]', known, most_listed=12)}"
+        else:
+            yield f"no field {written(name)}{_where(name)}"
 
 
 def _section_faults(section: str, values: Mapping[str, Any]) -> Iterator[str]:
@@ -98,24 +98,17 @@ def _section_faults(section: str, values: Mapping[str, Any]) -> Iterator[str]:
             yield f"no field {written(key)} in [{section}]{_where(key)}"
         elif fields[key].section != section:
             yield f"{key} belongs in [{fields[key].section}], not in [{section}]"
-    for name, override in _tables(values.get("eval_overrides")) if section == "eval" else ():
-        for key in override:
+    tables = values.get("eval_overrides") if section == "eval" else None
+    for name, override in tables.items() if isinstance(tables, dict) else ():
+        for key in override if isinstance(override, dict) else ():
             if key not in override_fields():
-                known = ", ".join(override_fields())
-                hint = (
-                    did_you_mean(key, override_fields()) if nearest(key, override_fields()) else f"; known are {known}"
-                )
+                hint = suggestion(key, override_fields(), most_listed=99)
                 yield f"no field {written(key)} in [eval.eval_overrides.{written(name)}]{hint}"
 
 
-def _tables(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if isinstance(value, dict):
-        yield from ((name, item) for name, item in value.items() if isinstance(item, dict))
-
-
 def _where(name: str) -> str:
-    """The nearest field and its section."""
-    found = nearest(name.replace("-", "_"), list(config_fields()))
+    """Return the nearest field and its section, for the end of a message."""
+    found = nearest(name.replace("-", "_"), config_fields())
     return f"; did you mean {found} in [{config_fields()[found].section}]?" if found else ""
 
 
@@ -124,36 +117,31 @@ def to_toml(config: Config) -> str:
 
     TOML has no `None`, so a field that is not set stands there as a comment.
     """
-    blocks = []
-    for section in section_models():
-        values = without_secrets(config.model_dump(include={section})[section])
-        lines = [f"[{section}]"]
-        lines += [_line(key, value) for key, value in values.items() if not config_fields()[key].recipe_only]
-        for key, tables in values.items():
-            if config_fields()[key].holds_tables:
-                lines += [line for name, table in tables.items() for line in _table(section, key, name, table)]
-            elif config_fields()[key].recipe_only and tables:
-                lines += ["", f"[{section}.{key}]", *(_line(_key(name), value) for name, value in tables.items())]
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) + "\n"
+    sections = without_secrets(config.model_dump())
+    return "\n\n".join(block for name in section_models() for block in _tables(name, sections[name])) + "\n"
 
 
-def _table(section: str, key: str, name: str, table: Mapping[str, Any]) -> Iterator[str]:
-    yield ""
-    yield f"[{section}.{key}.{_key(name)}]"
-    yield from (_line(field, value) for field, value in table.items() if value is not None)
+def _tables(path: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table and those inside it, each as one text; an inner table without values of its own is left out."""
+    lines, is_section = [f"[{path}]"], "." not in path
+    for key, value in values.items():
+        if value is None and is_section:
+            lines.append(f"# {key} is not set")
+        elif value is not None and not isinstance(value, dict):
+            lines.append(f"{_key(key)} = {to_toml_value(value)}")
+    if is_section or len(lines) > 1:
+        yield "\n".join(lines)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _tables(f"{path}.{_key(key)}", value)
 
 
 def _key(name: str) -> str:
     return name if _BARE_KEY.fullmatch(name) else to_toml_value(name)
 
 
-def _line(key: str, value: Any) -> str:
-    return f"# {key} is not set" if value is None else f"{key} = {to_toml_value(value)}"
-
-
 def to_toml_value(value: Any) -> str:
-    """One value in TOML.
+    """Return one value in TOML.
 
     >>> to_toml_value(("a", True, 1e-06))
     '["a", true, 1e-06]'

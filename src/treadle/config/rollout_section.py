@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from treadle.catalog import REWARDS, reward_names
-from treadle.config.conditions import STARTED_SERVERS, choice, given, when
+from treadle.config.conditions import STARTED_SERVERS, choice, compared, given, when
 from treadle.config.section import Section, seconds, setting
 
 EngineValue = str | bool | int | float | tuple[str, ...]
@@ -41,7 +41,14 @@ class RolloutSection(Section):
     """What generates: `torch` is the embedded engine, on the trainer's own weights; `vllm` and `sglang` are servers."""
     group_filter: str | None = setting(None, path=True)
     """Drop groups and draw others instead: zero_signal (dynamic sampling), any_failed, or the path of your own."""
-    over_sampling_batch_size: int | None = setting(None, _FILTER, ge=1)
+    over_sampling_batch_size: int | None = setting(
+        None,
+        _FILTER,
+        compared(
+            ">=", "rollout_batch_size", "is less than {}; it is how many prompts are drawn at a time to keep that many"
+        ),
+        ge=1,
+    )
     """Prompts drawn at a time with a group filter. Default: rollout_batch_size."""
     max_filter_rounds: int = setting(4, _FILTER, ge=1)
     """Draws of a rollout with a group filter; after them, dropped groups fill what is missing."""
@@ -121,7 +128,7 @@ class RewardSection(Section):
     """Factor on the reward that is trained on; logs keep the raw one."""
     reward_bias: float = 0.0
     """Added to the scaled reward."""
-    reward_clip_low: float | None = None
+    reward_clip_low: float | None = setting(None, compared("<", "reward_clip_high", "must be below {}", part="train"))
     """Lower bound of the scaled reward."""
     reward_clip_high: float | None = None
     """Upper bound of the scaled reward."""

@@ -12,13 +12,13 @@ from treadle.config.sections import Config
 from treadle.config.values import written
 
 TAKEN = {
-    "vllm": (
-        *("model", "host", "port", "dtype", "seed", "max_num_seqs", "logprobs_mode"),
-        *("weight_transfer_config", "enable_scale_out", "served_model_name", "api_key", "root_path"),
+    "vllm": frozenset(
+        """model host port dtype seed max_num_seqs logprobs_mode weight_transfer_config enable_scale_out served_model_name
+        api_key root_path""".split()
     ),
-    "sglang": (
-        *("model_path", "model", "host", "port", "dtype", "random_seed", "max_running_requests", "device"),
-        *("skip_tokenizer_init", "served_model_name", "api_key", "admin_api_key", "weight_version", "is_embedding"),
+    "sglang": frozenset(
+        """model_path model host port dtype random_seed max_running_requests device skip_tokenizer_init served_model_name
+        api_key admin_api_key weight_version is_embedding""".split()
     ),
 }
 """Arguments of a server that Treadle gives itself, or that it would not reach the server with."""
@@ -26,38 +26,27 @@ NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 @rule("all")
-def own_arguments_are_left_alone(config: Config) -> Iterator[Finding]:
+def arguments_of_servers_are_safe(config: Config) -> Iterator[Finding]:
     for kind, taken in TAKEN.items():
-        for name in config.engine.arguments(kind):
-            if name.replace("-", "_") in taken:
-                flag = f"--{kind}-{name.replace('_', '-')}"
-                yield fault(f"{flag} is not yours to give: Treadle sets it from its own settings")
-
-
-@rule("all")
-def code_of_models_is_not_run(config: Config) -> Iterator[Finding]:
-    for kind in NAMES:
-        for name, value in config.engine.arguments(kind).items():
-            if name.replace("-", "_") == "trust_remote_code" and value is not False:
-                yield fault(
-                    f"--{kind}-{name.replace('_', '-')} would run code that lies in the model's folder, which Treadle never "
-                    "does; leave it out and use a model that the engine knows"
-                )
-
-
-@rule("all")
-def secrets_come_from_the_environment(config: Config) -> Iterator[Finding]:
-    for kind in NAMES:
-        given = {
-            name: value
-            for name, value in config.engine.arguments(kind).items()
-            if name.replace("-", "_") not in TAKEN[kind]
-        }
-        for name in dict.fromkeys(secret_names(given)):
+        given = {name.replace("-", "_"): value for name, value in config.engine.arguments(kind).items()}
+        for name in taken & given.keys():
             yield fault(
-                f"--{kind}-{name.replace('_', '-')} holds a secret, which every user could read on the server's command line "
-                "and later in config.json; leave it out and set the server's variable in the environment (HF_TOKEN, say)"
+                f"{_flag(kind, name)} is not yours to give: Treadle sets it from its own settings; leave it out"
             )
+        if given.get("trust_remote_code", False) is not False:
+            yield fault(
+                f"{_flag(kind, 'trust_remote_code')} would run code that lies in the model's folder, which Treadle never does; "
+                "leave it out and use a model that the engine knows"
+            )
+        for name in dict.fromkeys(secret_names({name: given[name] for name in given if name not in taken})):
+            yield fault(
+                f"{_flag(kind, name)} holds a secret, which every user could read on the server's command line and later in "
+                "config.json; leave it out and set the server's variable in the environment (HF_TOKEN, say)"
+            )
+
+
+def _flag(kind: str, name: str) -> str:
+    return f"--{kind}-{name.replace('_', '-')}"
 
 
 @rule("all")

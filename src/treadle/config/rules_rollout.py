@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from treadle.catalog import REWARDS
 from treadle.config.data_section import EvalOverride, parse_eval_sets
-from treadle.config.fields import did_you_mean
 from treadle.config.findings import Finding, fault, rule, warning
 from treadle.config.sections import Config
 from treadle.config.values import written
 from treadle.errors import ConfigError
+from treadle.registry import suggestion
 
 _ESCAPE = re.compile(r"\\[nt]")
 
@@ -77,16 +77,6 @@ def stop_strings_mean_what_they_say(config: Config) -> Iterator[Finding]:
 
 
 @rule("generate")
-def enough_prompts_are_drawn(config: Config) -> Iterator[Finding]:
-    drawn, wanted = config.rollout.over_sampling_batch_size, config.rollout.rollout_batch_size
-    if config.rollout.group_filter is not None and drawn is not None and drawn < wanted:
-        yield fault(
-            f"over_sampling_batch_size = {drawn} is less than rollout_batch_size = {wanted}; it is how many prompts are "
-            "drawn at a time to keep that many"
-        )
-
-
-@rule("generate")
 def something_is_rewarded(config: Config) -> Iterator[Finding]:
     if config.algorithm.opd_kl_coef == 0:  # a teacher is signal enough
         yield from _reward_is_given(config)
@@ -108,7 +98,7 @@ def rewards_are_known(config: Config) -> Iterator[Finding]:
     for where, name in sorted(used):
         if ":" not in name and name not in REWARDS:
             yield fault(
-                f"{where} {name!r} is unknown{did_you_mean(name, list(REWARDS))} (your own is package.module:function)"
+                f"{where} {name!r} is unknown{suggestion(name, list(REWARDS), most_listed=12)} (your own is package.module:function)"
             )
     path = config.reward.custom_rm_path
     if path is not None and not all(path.rpartition(":")[::2]):
@@ -187,7 +177,9 @@ def eval_sets_are_named(config: Config) -> Iterator[Finding]:
         return
     for name in config.eval.eval_overrides:
         if name not in names:
-            yield fault(f"eval_overrides.{name} is for no set in eval_prompt_data{did_you_mean(name, names)}")
+            yield fault(
+                f"eval_overrides.{name} is for no set in eval_prompt_data{suggestion(name, names, most_listed=12)}"
+            )
 
 
 @rule("score")

@@ -86,20 +86,6 @@ def clip_range_is_ordered(config: Config) -> Iterator[Finding]:
 
 
 @rule("train")
-def bounds_are_ordered(config: Config) -> Iterator[Finding]:
-    algorithm, reward = config.algorithm, config.reward
-    for prefix, low, high in (
-        ("correction", algorithm.correction_low, algorithm.correction_high),
-        ("correction_reject", algorithm.correction_reject_low, algorithm.correction_reject_high),
-    ):
-        if low is not None and high is not None and low > high:
-            yield fault(f"{prefix}_low = {low} is more than {prefix}_high = {high}; give them in order")
-    low, high = reward.reward_clip_low, reward.reward_clip_high
-    if low is not None and high is not None and low >= high:
-        yield fault(f"reward_clip_low = {low} must be below reward_clip_high = {high}")
-
-
-@rule("train")
 def rejection_has_a_bound(config: Config) -> Iterator[Finding]:
     algorithm = config.algorithm
     level, low, high = (
@@ -111,29 +97,6 @@ def rejection_has_a_bound(config: Config) -> Iterator[Finding]:
         yield fault(
             f"correction_reject_level = {level} drops nothing without a bound; set correction_reject_low (above 0) or _high"
         )
-
-
-@rule("train")
-def overlong_buffer_fits(config: Config) -> Iterator[Finding]:
-    buffer, longest = config.algorithm.overlong_buffer_len, config.rollout.rollout_max_response_len
-    if buffer is not None and buffer > longest:
-        yield fault(f"overlong_buffer_len = {buffer} is more than rollout_max_response_len = {longest}; lower it")
-
-
-@rule("train")
-def policy_is_trained_too(config: Config) -> Iterator[Finding]:
-    alone, rollouts = config.critic.num_critic_only_steps, config.train.num_rollout
-    if rollouts is not None and 0 < rollouts <= alone:
-        yield fault(
-            f"num_critic_only_steps = {alone} is all of num_rollout = {rollouts}: the policy would never be trained; "
-            "lower it"
-        )
-
-
-@rule("train")
-def entropy_is_a_bonus(config: Config) -> Iterator[Finding]:
-    if config.algorithm.entropy_coef < 0:
-        yield warning(f"entropy_coef = {config.algorithm.entropy_coef} is negative: it pushes the entropy down")
 
 
 # Rewards
@@ -237,24 +200,8 @@ def micro_batches_fit(config: Config) -> Iterator[Finding]:
 
 
 @rule("train")
-def start_is_before_the_end(config: Config) -> Iterator[Finding]:
-    start, rollouts = config.train.start_rollout_id, config.train.num_rollout
-    if start is not None and rollouts and start >= rollouts:
-        yield fault(
-            f"start_rollout_id = {start} leaves nothing to do: the run ends after num_rollout = {rollouts} (ids from 0)"
-        )
-
-
-@rule("train")
-def learning_rate_has_its_schedule(config: Config) -> Iterator[Finding]:
-    optim, rollouts, arithmetic = config.optim, config.train.num_rollout, known_arithmetic(config)
-    warmup, steps = optim.lr_warmup_steps, optim.lr_decay_steps
-    if optim.min_lr > optim.lr:
-        yield fault(f"min_lr = {optim.min_lr} is above lr = {optim.lr}; it is where the decay ends")
-    if steps is not None and optim.lr_decay_style != "constant" and steps <= warmup:
-        yield fault(
-            f"lr_decay_steps = {steps} must be more than lr_warmup_steps = {warmup}: the decay starts after the warm-up"
-        )
+def learning_rate_is_reached(config: Config) -> Iterator[Finding]:
+    warmup, rollouts, arithmetic = config.optim.lr_warmup_steps, config.train.num_rollout, known_arithmetic(config)
     if rollouts and warmup and arithmetic and warmup >= (total := rollouts * arithmetic.num_steps_per_rollout):
         yield warning(
             f"lr_warmup_steps = {warmup} is as long as the run ({total} optimizer steps): lr is never reached"

@@ -49,7 +49,7 @@ def setting(
         help: its help, unless that is the text below the field.
         bounds: `gt`, `ge`, `lt`, `le` of a number.
     """
-    extra: dict[str, Any] = {"only_with": only_with, "path": path, "names": names or {}}
+    extra: dict[str, Any] = {"only_with": only_with, "path": path, "names": names or {}, "bounds": bounds}
     value: dict[str, Any] = {"default_factory": default} if default is dict else {"default": default}
     return Field(**value, **dict[str, Any](bounds), description=help, json_schema_extra=extra)
 

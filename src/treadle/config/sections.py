@@ -13,7 +13,7 @@ from pydantic import Field
 
 from treadle.config.algorithm_section import AlgorithmSection, CriticSection
 from treadle.config.cluster_section import ClusterSection
-from treadle.config.conditions import absent, choice, given, needs, when
+from treadle.config.conditions import IN_THE_RUN, absent, choice, compared, given, needs, when
 from treadle.config.data_section import DataSection, EvalSection
 from treadle.config.rollout_section import EngineSection, RewardSection, RolloutSection
 from treadle.config.section import Section, seconds, setting
@@ -57,13 +57,23 @@ class OptimSection(Section):
 
     lr: float = setting(1e-6, gt=0)
     """Peak learning rate."""
-    min_lr: float = setting(0.0, choice("lr_decay_style", "linear", "cosine", fatal=False), ge=0)
+    min_lr: float = setting(
+        0.0,
+        compared("<=", "lr", "is above {}; it is where the decay ends"),
+        choice("lr_decay_style", "linear", "cosine", fatal=False),
+        ge=0,
+    )
     """Learning rate at the end of a decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up."""
     lr_warmup_steps: int = setting(0, ge=0)
     """Optimizer steps of linear warm-up."""
-    lr_decay_steps: int | None = setting(None, choice("lr_decay_style", "linear", "cosine"), ge=1)
+    lr_decay_steps: int | None = setting(
+        None,
+        choice("lr_decay_style", "linear", "cosine"),
+        compared(">", "lr_warmup_steps", "must be more than {}: the decay starts after the warm-up"),
+        ge=1,
+    )
     """Optimizer steps until min_lr. Default: the whole run."""
     weight_decay: float = setting(0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
@@ -85,7 +95,10 @@ class TrainSection(Section):
     num_epoch: int | None = setting(None, ge=1)
     """Passes over the data, instead of num_rollout."""
     start_rollout_id: int | None = setting(
-        None, absent("load", "the checkpoint says where to start", fatal=False, part="run"), ge=0
+        None,
+        compared("<", "num_rollout", "leaves nothing to do: the run ends after {} (ids from 0)"),
+        absent("load", "the checkpoint says where to start", fatal=False, part="run"),
+        ge=0,
     )
     """First rollout id; a loaded checkpoint sets it."""
     global_batch_size: int | None = setting(None, ge=1)
@@ -131,7 +144,7 @@ class CheckpointSection(Section):
 
     save: str | None = setting(None, _TRAINING, path=True)
     """Folder for checkpoints. Default: `checkpoints` in the run folder, if save_interval is set."""
-    save_interval: int | None = setting(None, _TRAINING, ge=1)
+    save_interval: int | None = setting(None, _TRAINING, IN_THE_RUN, ge=1)
     """Save every this many rollouts, and at the end."""
     keep_checkpoints: int | None = setting(None, given("save_interval", "save", why="no checkpoint is written"), ge=1)
     """Delete all but this many newest checkpoints. Default: all are kept."""

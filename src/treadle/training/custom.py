@@ -1,8 +1,9 @@
-"""Advantages and policy losses by name, or of the user's own, held to their contract before anything runs."""
+"""The chosen advantage estimator and policy loss: a named one, or the user's own, checked before anything runs."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from treadle.algorithms.advantages import ESTIMATORS, Estimator, broadcast, find_estimator
 from treadle.algorithms.contract import check_advantage, check_policy_loss
 from treadle.algorithms.losses import PolicyLossFn, find_policy_loss
+from treadle.catalog import PARAMETERS
 from treadle.config import AlgorithmSection
 from treadle.errors import ConfigError
 from treadle.registry import resolve, user_code
@@ -19,12 +21,15 @@ R = TypeVar("R")
 
 
 def chosen_estimator(section: AlgorithmSection) -> Estimator:
-    """The named estimator, or the user's, checked against the contract of estimators."""
+    """Return the named estimator, or the user's.
+
+    Raises `ConfigError` if the user's breaks the contract of estimators, or a setting is given that it does not read.
+    """
     path = section.custom_advantage_path
     if path is None:
         return find_estimator(section.advantage_estimator, section.model_dump())
     found: Any = resolve("advantage", path, {})
-    rule = found if isinstance(found, Estimator) else Estimator(path, found, broadcast, "custom_advantage_path")
+    rule = found if isinstance(found, Estimator) else Estimator(path, found, broadcast)
     _hold_to_contract("custom_advantage_path", path, lambda: check_advantage(rule))
     unread = [
         f"{name} = {value}"
@@ -43,13 +48,19 @@ def chosen_estimator(section: AlgorithmSection) -> Estimator:
 
 
 def chosen_policy_loss(section: AlgorithmSection, estimator: Estimator) -> PolicyLossFn:
-    """The named policy loss, or the user's, checked against the contract of policy losses."""
+    """Return the named policy loss, or the user's, which gets the parameters that it names as keywords.
+
+    Raises `ConfigError` if the user's breaks the contract of policy losses.
+    """
     path = section.custom_loss_path
     if path is None:
         return find_policy_loss(section.policy_loss or estimator.policy_loss, section.model_dump())
     found: Any = resolve("policy loss", path, {})
-    _hold_to_contract("custom_loss_path", path, lambda: check_policy_loss(found))
-    return _guarded("custom_loss_path", path, found)
+    with user_code(_fault("custom_loss_path", path)):
+        named = PARAMETERS.keys() & inspect.signature(found).parameters.keys()
+        loss = functools.partial(found, **{name: section.model_dump()[name] for name in named}) if named else found
+    _hold_to_contract("custom_loss_path", path, lambda: check_policy_loss(loss))
+    return _guarded("custom_loss_path", path, loss)
 
 
 def _hold_to_contract(field: str, path: str, check: Callable[[], None]) -> None:
@@ -68,7 +79,7 @@ def _fault(field: str, path: str) -> Callable[[str], ConfigError]:
 
 
 def _guarded(field: str, path: str, function: Callable[P, R]) -> Callable[P, R]:
-    """The same function; what it raises while a run trains is a `ConfigError` that names it."""
+    """Return the same function; what it raises while a run trains becomes a `ConfigError` that names it."""
     fault = _fault(field, path)
 
     @functools.wraps(function)

@@ -4,17 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from treadle.config.docs import flags_markdown, metrics_markdown
+from treadle import catalog
+from treadle.config.docs import PAGES, flags_markdown, metrics_markdown
 from treadle.config.fields import config_fields
 from treadle.metrics import METRICS
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize(("name", "page"), [("flags", flags_markdown), ("metrics", metrics_markdown)])
-def test_page_is_current(name, page):
-    on_disk = (DOCS / f"{name}.md").read_text()
-    assert on_disk == page(), f"run: treadle config --docs {name} > docs/{name}.md"
+FILES = {"flags": "flags.md", "metrics": "metrics.md", "algorithms": "algorithms/names.md"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_is_current(name):
+    on_disk = (DOCS / FILES[name]).read_text()
+    assert on_disk == PAGES[name](), f"run: treadle config --docs {name} > docs/{FILES[name]}"
+
+
+def test_every_algorithm_has_a_page():
+    for name in (*catalog.ESTIMATORS, *catalog.POLICY_LOSSES):
+        assert (DOCS / "algorithms" / f"{name}.md").is_file()
 
 
 def test_every_field_and_metric_is_on_its_page():

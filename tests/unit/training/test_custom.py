@@ -53,6 +53,15 @@ def ends_on_negative(inputs, settings):
     return half_of_mean(inputs, settings)
 
 
+def steep(inputs, sapo_tau_positive):
+    loss = reinforce(inputs)
+    steepness.append(sapo_tau_positive)
+    return loss
+
+
+steepness = []
+
+
 def raises_on_real_batches(inputs):
     if len(inputs.logprobs) > 100:
         raise KeyError("gone")
@@ -101,6 +110,12 @@ def test_an_own_loss_sees_samples_without_advantage_too(own, make_trainer, make_
     for path, skipped in ((None, 2), (own("reinforce"), 0)):
         metrics = {m.name: m.value for m in make_trainer(custom_loss_path=path).train(groups)}
         assert metrics["train/num_skipped_samples"] == skipped
+
+
+def test_an_own_loss_gets_the_parameters_that_it_names(own) -> None:
+    section = AlgorithmSection(custom_loss_path=own("steep"), sapo_tau_positive=3.0)
+    loss = build_objective(section, 64).policy_loss_fn
+    assert set(loss.__wrapped__.func.__globals__["steepness"]) == {3.0}
 
 
 @pytest.mark.parametrize("fields", [{"gamma": 0.9}, {"lambd": 0.9}, {"kl_coef": 0.1}])
