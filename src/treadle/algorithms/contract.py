@@ -121,8 +121,7 @@ def _check_loss_shapes(loss: PolicyLossFn, inputs: PolicyLossInputs) -> None:
     assert not result.ratio.requires_grad, "`ratio` is for the log: detach it"
     none = torch.zeros(0, dtype=dtype)
     index = torch.zeros(0, dtype=torch.int64)
-    numbers = dict.fromkeys(("logprobs", "old_logprobs", "advantages", "rollout_logprobs"), none)
-    empty = replace(inputs, **numbers, sample_index=index, mask=index.bool())
+    empty = PolicyLossInputs(none, none, none, index, mask=index.bool(), rollout_logprobs=none)
     assert loss(empty).loss.shape == (0,), "no tokens must give a loss of shape [0]"
 
 
