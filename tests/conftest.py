@@ -1,7 +1,7 @@
 """What tests of several packages share: a tiny random Llama on disk, its tokenizer, and random scored groups.
 
 Fixtures: `tiny_model_dir`, `make_wide_model`, `wide_model_dir`, `vllm_python`, `sglang_python`, `tiny_model`, `tiny_codec`, `make_groups`,
-`make_config`, `make_trainer`, `as_nobody`.
+`make_config`, `make_trainer`, `shapes_unchecked`, `as_nobody`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch's import; programs side by side wait for each other
+
 import hypothesis
+import jaxtyping
 import numpy as np
 import pytest
 import torch
 
+import tests.shape_checks  # so that the hook finds it  # noqa: F401
 from treadle.types import NO_VERSION, Group, Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -38,8 +42,20 @@ CONTEXT = 256
 ENGINE_PYTHONS = {"vllm": "TREADLE_VLLM_PYTHON", "sglang": "TREADLE_SGLANG_PYTHON"}
 """Variables that name the interpreter of each engine; scripts/test-engines makes them."""
 
+jaxtyping.install_import_hook(
+    ["treadle.algorithms", "treadle.training", "treadle.models"], "tests.shape_checks.check_tensors"
+)
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("no deadline")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of a file, and all that share one Ray, on one worker of pytest-xdist (`--dist loadgroup`)."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        uses_ray = "ray_here" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if uses_ray else str(item.path)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,6 +65,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def shapes_unchecked() -> Iterator[None]:
+    """Annotated shapes are not checked, as for users: what breaks a contract is caught by the contract's own checks."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

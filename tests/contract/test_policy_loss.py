@@ -45,6 +45,7 @@ def ratio_with_gradient(inputs):
     return replace(ppo(inputs), ratio=(inputs.logprobs - inputs.old_logprobs).exp())
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("loss", "complaint"),
     [

@@ -274,7 +274,7 @@ def test_a_train_worker_that_hangs_is_lost_and_the_run_resumes(
 ) -> None:
     stop = strikes(find_workers, tmp_path / "hangs", Blow("TrainActor", "train", 2, signal.SIGSTOP))
     folder = run_ray("hangs", *TWO_TRAIN, "--worker-silence-seconds", "8", meanwhile=stop)
-    assert "has given no sign of life for 8 s" in capfd.readouterr().err
+    assert "has not answered a health check for 8 s" in capfd.readouterr().err
     assert_every_prompt_once(folder)
     assert_close_weights(folder, local_run)
 

@@ -1,4 +1,4 @@
-"""Ray's side of a run: where workers go, what can't be placed, signs of life, and signals to a run of its own process."""
+"""Ray's side of a run: where workers go, what can't be placed, health checks, and signals to a run of its own process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError
 from treadle.run.ray import placement
 from treadle.run.ray.calls import settle
 from treadle.run.ray.health import Watched, while_alive
-from treadle.run.ray.rank_workers import SIGNS, RankActor, ask_alive
+from treadle.run.ray.rank_workers import HEALTH_CHECKS, RankActor, ask_alive
 from treadle.storage.private_folder import cache_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -132,7 +132,7 @@ class Sleeper(RankActor):
 
 @pytest.fixture
 def sleeper(ray_here: Any) -> Iterator[Any]:
-    actor = ray_here.remote(concurrency_groups=SIGNS)(Sleeper).options(num_cpus=0).remote()
+    actor = ray_here.remote(concurrency_groups=HEALTH_CHECKS)(Sleeper).options(num_cpus=0).remote()
     ray_here.get(actor.pid.remote(), timeout=60)  # it has started
     yield actor
     ray_here.kill(actor)
@@ -149,7 +149,7 @@ def test_a_worker_gives_signs_of_life_while_it_works(sleeper: Any) -> None:
 
 def test_what_a_rank_computes_is_done_by_one_thread(ray_here: Any, sleeper: Any) -> None:
     """A GPU is chosen for a thread, and OpenMP has a team for each."""
-    (group,) = SIGNS
+    (group,) = HEALTH_CHECKS
     own = [sleeper.thread.remote() for _ in range(3)]
     other = sleeper.thread.options(concurrency_group=group).remote()
     assert len({*ray_here.get(own, timeout=60)}) == 1
@@ -166,7 +166,7 @@ def test_a_worker_that_nobody_waits_for_is_missed_when_it_dies(ray_here: Any, sl
         finally:
             ended.append("cancelled")
 
-    with pytest.raises(WorkerLostError, match=r"^the rank: a sign of life: its worker died \(pid \d+"):
+    with pytest.raises(WorkerLostError, match=r"^the rank: a health check: its worker died \(pid \d+"):
         watch(sleeper, work())
     assert ended == ["cancelled"]
 
@@ -176,7 +176,7 @@ def test_a_worker_that_is_stopped_is_lost(ray_here: Any, sleeper: Any) -> None:
     work = settle(sleeper.sleep_for.remote(0.5), "a nap", 60.0)
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(WorkerLostError, match=r"^the rank has given no sign of life for 2 s: it hangs"):
+        with pytest.raises(WorkerLostError, match=r"^the rank has not answered a health check for 2 s: it hangs"):
             watch(sleeper, work, 2.0)
     finally:
         os.kill(pid, signal.SIGKILL)

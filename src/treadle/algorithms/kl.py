@@ -41,7 +41,7 @@ def k3(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Floa
     [0.0, 0.3678794503211975]
     """
     difference = logprobs - ref_logprobs
-    # expm1 keeps small differences exact; far out, where it would overflow, the -1 no longer matters.
+    # expm1 keeps small differences exact; far out, where it would overflow, the -1 does not matter.
     near = difference > -1.0
     small = torch.expm1(-torch.where(near, difference, 0.0))
     return torch.where(near, small, capped_exp(-difference) - 1.0) + difference

@@ -182,10 +182,10 @@ def open_reader(source: str) -> Reader:
 
 
 def source_name(source: str) -> str:
-    """A short name of a source: without the folders of a file, so that data that moved keeps its name.
+    """Return the name of a source without the folders of a file that exists, so that data that moved keeps its name.
 
-    >>> source_name("/data/math/train.jsonl@[:100]")
-    'train.jsonl@[:100]'
+    >>> source_name(f"{__file__}@[:100]"), source_name("owner/dataset@[:100]")
+    ('readers.py@[:100]', 'owner/dataset@[:100]')
     """
     location, _ = _split_slice(source)
     for place in (location, location.rpartition("@")[0]):

@@ -34,7 +34,7 @@ def check_labels(folder: Path) -> None:
     try:
         found = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return  # whoever reads it for good says why it can't be read
+        return  # the loader reports why it can't be read
     count = found.get("num_labels") if isinstance(found, dict) else None
     if isinstance(count, int) and count > _MOST_LABELS:
         raise ModelError(f"{str(folder)!r}: config.json has num_labels = {count}; it must be at most {_MOST_LABELS}")

@@ -1,4 +1,4 @@
-"""The display for terminals: one panel that stays at the bottom and is drawn anew a few times a second."""
+"""The display for terminals: one panel that stays at the bottom and is redrawn a few times a second."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def shorten_middle(text: str, max_length: int) -> str:
 def sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
     """A row of bars, at most `width` characters; longer histories are averaged into that many bars.
 
-    The scale runs from `low` to `high`, the smallest and largest bar where not given. Values that are not finite
+    The scale runs from `low` to `high`, by default the smallest and largest value. Values that are not finite
     are left out.
 
     >>> sparkline([0.0, 0.5, 1.0], 10)

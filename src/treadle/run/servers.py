@@ -49,7 +49,7 @@ def is_server(config: Config) -> bool:
 
 
 def pool_limits(config: Config) -> PoolLimits:
-    """When an engine of the run is taken for dead, and how often it is started anew."""
+    """Interval and timeout of the engines' health checks, and how often an engine is restarted."""
     cluster = config.cluster
     return PoolLimits(cluster.health_check_interval_seconds, cluster.health_check_timeout_seconds, cluster.max_restarts)
 
@@ -191,7 +191,7 @@ class LocalServers:
         return self._pool
 
     async def publish(self, version: int) -> None:
-        """Bring all servers to the trainer's weights; one that is lost meanwhile is started anew and offered them again."""
+        """Bring all servers to the trainer's weights; one that dies meanwhile is restarted and offered them again."""
         sender = self._sender
         assert sender is not None, "open first"
         for tries_left in reversed(range(PUBLISH_TRIES)):

@@ -69,7 +69,7 @@ def evaluate(config: Config, recipe_name: str) -> None:
 def export(checkpoint: Path, out: Path, dtype: str, warn: Callable[[str], None] = warnings.warn) -> Path:
     """Write the model of a checkpoint as a Hugging Face folder; a run or save folder stands for its newest one.
 
-    `warn` hears of damaged checkpoints that are passed over.
+    `warn` is called for each damaged checkpoint that is skipped.
     """
     if is_model_folder(checkpoint):
         return export_model(checkpoint, out, dtype)  # a model folder already: another dtype is asked for

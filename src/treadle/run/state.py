@@ -39,7 +39,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators, for whoever uses them (a custom reward, say); Treadle itself does not."""
+    """Seed the global generators for users' code (a custom reward, say); Treadle itself does not use them."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

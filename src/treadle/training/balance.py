@@ -85,7 +85,7 @@ def plan_ranks(
     A micro-batch is over the limit only where a single sample is. With `same_count` every rank has as many
     micro-batches as the others, empty ones where it has too little to do: ranks that exchange gradients in every
     pass would wait for ever otherwise. With `similar_lengths` a micro-batch holds samples of like length (attention
-    that lays them side by side computes no air) and there are more of them. Ranks are balanced in tokens;
+    that lays them side by side has no padding) and there are more of them. Ranks are balanced in tokens;
     `attention_cost` adds what a pair of tokens costs that look at each other, in tokens: about 1 / (6 hidden size).
     With `at_least` a rank makes that many micro-batches, as far as it has samples for them.
     """

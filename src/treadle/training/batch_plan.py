@@ -1,6 +1,6 @@
 """From groups of samples to what each rank trains on: everything that needs whole groups, and no model.
 
-The driver plans; a `RankShare` is all a rank hears of a rollout. Rewards are compared within groups and weights of
+The driver plans; a `RankShare` is all that a rank receives of a rollout. Rewards are compared within groups and weights of
 the loss get their denominators here, so a group's samples may then go to different ranks.
 """
 

@@ -36,8 +36,10 @@ def plan_files(
 ) -> tuple[FilePlan, ...]:
     """Put tensors of these sizes (bytes) into files in their order; ranks take turns, so each writes its share.
 
-    >>> [(f.file, f.rank, f.names) for f in plan_files("model", {"a": 3, "b": 3, "c": 4}, 2, max_bytes=6)]
-    [('model-00001-of-00002.safetensors', 0, ('a', 'b')), ('model-00002-of-00002.safetensors', 1, ('c',))]
+    >>> for plan in plan_files("model", {"a": 2, "b": 3, "c": 4}, 2, max_bytes=6):
+    ...     print(plan.file, plan.rank, plan.names)
+    model-00001-of-00002.safetensors 0 ('a', 'b')
+    model-00002-of-00002.safetensors 1 ('c',)
     """
     # Small models still give every rank something to write.
     limit = max(1, min(max_bytes, -(-sum(sizes.values()) // num_ranks)))

@@ -61,7 +61,7 @@ class Trainer:
 
     `reference` is needed where the objective uses KL, `teacher` (frozen) where it distils. Where it uses values, they are
     those of `critic`, which is trained with the policy, or of ranks of their own, which give them to `spread`. `warn`
-    hears of skipped steps.
+    is called for each skipped step.
     """
 
     def __init__(

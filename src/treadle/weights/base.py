@@ -5,7 +5,7 @@ of plain JSON travels between them on whatever channel the run already has (a Ra
 
     offer = sender.offer(version)          trainer: the weights of now are ready under this version
     receiver.receive(offer)                every engine, while it is paused between two tokens
-    sender.deliver()                       trainer, meanwhile: returns when it no longer needs to take part
+    sender.deliver()                       trainer, meanwhile: returns when its part is done
 
 Both ends check names, shapes and dtypes before the first byte moves. An update is whole, or the engine keeps its old
 weights, or it refuses to serve until a whole one succeeds; it never generates with a mixture.

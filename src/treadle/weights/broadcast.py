@@ -1,8 +1,8 @@
 """Weights broadcast from the trainer to all engines, bucket by bucket: gloo between CPUs, NCCL between GPUs.
 
 The sender is rank 0 of a group of its own, apart from any group the trainer or the engine already has. The offer says
-where the group meets; whoever receives takes the next free rank, so engines need no numbers. The group stays for the
-next offer, unless one that comes then was not in it: an engine that was started anew. Before the first bucket every
+where the group meets; each receiver takes the next free rank, so engines need no numbers. The group stays for the
+next offer, unless it has a receiver that was not in the group: an engine that was restarted. Before the first bucket every
 rank says whether it is ready, and if one is not, all stop there. After the last bucket every rank compares a sum of
 what it has. A rank that is lost in between breaks the group: engines that were being written refuse to serve, and the
 next offer makes a new group.
@@ -29,7 +29,7 @@ from treadle.weights.tensor_layout import Piece, bucket_views, buckets
 
 NAME = "broadcast"
 READY, REFUSED = 1, 0
-ANEW, SAME = "anew", "same"
+NEW, SAME = "new", "same"
 
 
 class BroadcastSender:
@@ -153,7 +153,7 @@ class BroadcastIntake:
     def buckets(self, offer: Offer) -> Iterator[list[tuple[Piece, Tensor]]]:
         """The pieces of each bucket, as views that the next one overwrites; at the end all ranks compare their sums.
 
-        Whoever stops before the end, or an error, breaks the group: the others then fail as well.
+        A rank that stops before the end, or an error, breaks the group: the others then fail as well.
         """
         if self._entered is None:
             raise EngineError(f"the broadcast of version {offer.version} was not entered first; push it again")
@@ -201,7 +201,7 @@ class _Meeting:
         """When all ranks have come: the group of the last offer, or a new one where any of them was not in it."""
         offer, receivers = f"offer-{where['number']}", int(where["receivers"])
         rank = self._arrive(offer, receivers) if receives else 0
-        if self._store.get(f"{offer}-all").decode() == ANEW:  # waits for it as long as the store's deadline
+        if self._store.get(f"{offer}-all").decode() == NEW:  # waits for it as long as the store's deadline
             self._group = None
             self._group = _Group(dist.PrefixStore(offer, self._store), rank, where, self._device)
         assert self._group is not None, "only who has a group can say that it stays"
@@ -215,7 +215,7 @@ class _Meeting:
         if rank > receivers:
             raise EngineError(f"engine number {rank} came to a broadcast for {receivers}")
         if rank == receivers:
-            self._store.set(f"{offer}-all", ANEW if self._store.add(f"{offer}-new", 0) else SAME)
+            self._store.set(f"{offer}-all", NEW if self._store.add(f"{offer}-new", 0) else SAME)
         return rank
 
 

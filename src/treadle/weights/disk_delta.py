@@ -161,13 +161,13 @@ class DeltaReceiver:
                 if found != base.digest:
                     raise EngineError(
                         f"version {chain[0].version} builds on version {base.version} with digest {base.digest}, the "
-                        f"engine's version {base.version} has {found}; start the engine anew or wait for a whole snapshot"
+                        f"engine's version {base.version} has {found}; restart the engine or wait for a whole snapshot"
                     )
                 break
             chain.insert(0, read_manifest(folder, base.version))
             if chain[0].digest != base.digest:
                 raise EngineError(
-                    f"version {chain[1].version} builds on a version {base.version} that is no longer in {folder}"
+                    f"version {chain[1].version} builds on a version {base.version} that is not in {folder}"
                 )
         return chain
 

@@ -74,7 +74,7 @@ class ServedWeights:
 
     def check_version(self, version: int) -> None:
         if self.version is not None and version < self.version:
-            raise EngineError(f"version {version} is offered, the engine already has {self.version}; start it anew")
+            raise EngineError(f"version {version} is offered, the engine already has {self.version}; restart it")
 
     @contextmanager
     def writing(self, version: int) -> Iterator[None]:

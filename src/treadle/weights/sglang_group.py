@@ -1,9 +1,9 @@
 """Weights broadcast into the process group that SGLang makes itself: gloo between CPUs, NCCL between GPUs.
 
 A server joins a group when it is told where, and takes a bucket when it is told which weights are in it. It does not look
-whether they fit, and it waits half an hour for who does not come. So the clients of all servers meet the trainer first,
+whether they fit, and it waits half an hour for a rank that is missing. So the clients of all servers meet the trainer first,
 in the same kind of meeting as for `broadcast`: each says how many ranks its server has and whether what is offered fits,
-the last one to come tells all what it found, and where any of them refuses, no server hears of the offer. Then the ranks
+the last one to come tells all what it found, and if any of them refuses, no server is told of the offer. Then the ranks
 of the servers make the group with the trainer, who is rank 0, unless all of them are in the one of the last offer.
 
 A rank that is lost on the way breaks the group: with gloo all others are told at once. Servers that were being written
@@ -28,7 +28,7 @@ from treadle.weights.served_weights import SentWeights
 from treadle.weights.tensor_layout import Layout
 
 NAME = "sglang-group"
-REFUSED, ANEW, SAME = "refused", "anew", "same"
+REFUSED, NEW, SAME = "refused", "new", "same"
 
 
 class GroupSender:
@@ -64,7 +64,7 @@ class GroupSender:
             verdict = self._offers.store.get(f"{_key(offer)}-all").decode()
             if verdict == REFUSED:
                 raise _Refusal(f"an engine refused {what}; its own error says why")
-            if verdict == ANEW:
+            if verdict == NEW:
                 self._group = None
                 self._group = process_group(_store_of_group(self._offers.store, offer.where), 0, offer.where)
             self._send(list(whole_buckets(offer.specs, place.bucket_bytes)))
@@ -137,12 +137,12 @@ class ServerSeat:
         if refusal is not None:
             store.add(f"{key}-{REFUSED}", 1)
         if self.group is None:
-            store.add(f"{key}-{ANEW}", 1)
+            store.add(f"{key}-{NEW}", 1)
         last_rank = store.add(f"{key}-here", ranks)
         if last_rank > receivers:
             raise EngineError(f"rank {last_rank} came to a broadcast for {receivers}")
         if last_rank == receivers:
-            verdict = next((word for word in (REFUSED, ANEW) if store.add(f"{key}-{word}", 0)), SAME)
+            verdict = next((word for word in (REFUSED, NEW) if store.add(f"{key}-{word}", 0)), SAME)
             store.set(f"{key}-all", verdict)
         verdict = store.get(f"{key}-all").decode()
         if verdict == REFUSED:

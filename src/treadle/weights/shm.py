@@ -181,7 +181,7 @@ def map_offer(offer: Offer, *, verify: bool = True) -> dict[str, Tensor]:
         ) from error
     try:
         if not _lock(descriptor, fcntl.LOCK_SH):
-            raise EngineError(f"{path} is being written; version {offer.version} is no longer there, take the next")
+            raise EngineError(f"{path} is being written; version {offer.version} is gone; take the next")
         size = os.fstat(descriptor).st_size
         start = size - layout.num_bytes
         if start <= 0:

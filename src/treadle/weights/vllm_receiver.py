@@ -114,7 +114,7 @@ class TreadleWeights(WeightTransferEngine[NoInit, OfferedWeights]):
 
 
 def refresh_prepacked_heads(model: torch.nn.Module) -> None:
-    """Have heads that CPU kernels keep a packed copy of pack it anew.
+    """Have heads of which CPU kernels keep a packed copy pack it again.
 
     vLLM packs the matrix of a head when it is loaded. A head that is tied to the embeddings gets no weights of its own
     in a reload, so it would go on with the copy of the old ones.

@@ -137,7 +137,7 @@ def test_a_lost_engine_costs_no_sample_and_gives_none_twice(pooled):
     assert got == want
     assert closed
     assert redone == 3
-    assert "engine 1 is lost (its process died)" in notes[0]
+    assert "engine 1 died (its process died)" in notes[0]
     assert "engine 1 is back" in notes[-1]
 
 
@@ -185,7 +185,7 @@ def test_an_engine_that_does_not_answer_is_taken_for_dead(pooled):
         return notes, engines[0].closed
 
     notes, closed = pooled(use, limits=PoolLimits(0.05, 0.1, 2))
-    assert "engine 0 is lost (it did not answer within 0.1 s)" in notes[0]
+    assert "engine 0 died (it did not answer within 0.1 s)" in notes[0]
     assert closed
 
 

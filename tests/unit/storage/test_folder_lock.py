@@ -22,9 +22,13 @@ from pathlib import Path
 from treadle.storage.folder_lock import FolderLock
 
 lock = FolderLock(Path(sys.argv[1]), print)
-if sys.argv[2] == "forks" and os.fork() == 0:
-    time.sleep(60)
-    os._exit(0)
+if sys.argv[2] == "forks":
+    began, begin = os.pipe()
+    if os.fork() == 0:
+        os.write(begin, b"1")
+        time.sleep(60)
+        os._exit(0)
+    os.read(began, 1)  # a child that has not run yet holds what it inherited
 if sys.argv[2] == "starts":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
 print("held", flush=True)

@@ -15,14 +15,19 @@ LENGTHS = (3, 0, 2, 4)
 
 
 def full_batch(lengths=LENGTHS, seed: int = 0) -> Batch:
-    """Every field set, every value different from the others of its field."""
+    """Every field set in its own dtype, and every number different from the others of its field."""
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for field in fields(Batch):
         role = field.metadata["role"]
         assert role in (Role.PER_TOKEN, Role.PER_SAMPLE), f"teach this test about {field.name}"
         count = sum(lengths) if role == Role.PER_TOKEN else len(lengths)
-        values[field.name] = torch.randperm(1000, generator=generator)[:count].float()
+        numbers = torch.randperm(1000, generator=generator)[:count]
+        kind = str(field.type)
+        numbers = (
+            numbers if kind.startswith("Int") else numbers % 2 == 0 if kind.startswith("Bool") else numbers.float()
+        )
+        values[field.name] = numbers[:, None] if "S P" in kind else numbers
     return Batch(**{**values, "lengths": torch.tensor(lengths)})
 
 

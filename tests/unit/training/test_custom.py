@@ -124,6 +124,7 @@ def test_settings_own_advantages_do_not_read_are_refused(own, fields) -> None:
         build_objective(AlgorithmSection(custom_advantage_path=own("half_of_mean"), **fields), 64)
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

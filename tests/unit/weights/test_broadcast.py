@@ -55,7 +55,7 @@ def test_if_one_engine_refuses_none_is_changed_and_the_group_goes_on(weights, se
     receivers = [BroadcastReceiver(served_like(weights)) for _ in range(2)]
     receivers[1].served.version = 5
     said = push(sender, receivers, 4)
-    assert said[2] == "version 4 is offered, the engine already has 5; start it anew"
+    assert said[2] == "version 4 is offered, the engine already has 5; restart it"
     assert said[0] == said[1]
     assert said[0] is not None
     assert "of 2 refused version 4; its own error says why" in said[0]

@@ -1,8 +1,8 @@
 """What an engine's decode step does besides its matmuls, compiled for this processor: norms, positions, gate, attention.
 
 For a few rows each of torch's operations costs more than its arithmetic, and attention takes twenty of them a layer;
-here each is one call of decode_kernels.cpp. Without GCC (library.py), or where a model's sizes don't fit, whoever asks
-gets None and goes the plain way. Tests hold one against the other.
+here each is one call of decode_kernels.cpp. Without GCC (library.py), or where a model's sizes don't fit, the caller gets
+None and uses torch's operations. Tests hold one against the other.
 
 Axis letters: `N` rows, `D` hidden size, `F` units of the MLP, `H` query heads, `K` key/value heads, `Q` query heads per
 key/value head, `E` head size, `T` tokens.

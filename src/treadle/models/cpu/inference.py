@@ -36,7 +36,7 @@ class InferenceModel(Protocol):
     kernels: CpuKernels | None
 
     def refresh(self) -> None:
-        """Read the weights anew; called before the first forward pass with each version of them."""
+        """Read the weights again; called before the first forward pass with each version of them."""
         ...
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """C++ files of this package as libraries, compiled for this processor by the GCC that is here.
 
 A library is made in seconds, once per machine, and kept in `$TREADLE_CACHE/kernels`. Only GCC is asked: another compiler's
-OpenMP would be a second one beside torch's. Where there is none, whoever asks gets None and goes the plain way.
+OpenMP would be a second one beside torch's. Where there is none, the caller gets None and uses torch's operations.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _library(command: list[str], source: Path, version: str) -> ctypes.CDLL:
     cache = private_cache("kernels")
     kept = cache / name if cache and (os.access(cache, os.W_OK) or (cache / name).is_file()) else None
     if kept is not None and kept.is_file():
-        with contextlib.suppress(OSError):  # damaged: made anew
+        with contextlib.suppress(OSError):  # damaged: compiled again
             return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(dir=kept and kept.parent) as folder:
         new = Path(folder) / name

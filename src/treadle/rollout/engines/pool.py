@@ -1,4 +1,4 @@
-"""Several engines behind one face: the least loaded one serves, a lost one is started anew, its requests are redone.
+"""Several engines as one: the least loaded one serves; one that died is restarted and its requests are rerun.
 
 A sample depends on the weights, the prompt, its seed and its index only, so a request that an engine did not finish is
 given whole to another and the samples that came before are not given twice.
@@ -20,12 +20,12 @@ OnPublish = Literal["wait", "pause", "abort"]
 PUBLISH_TRIES = 3
 """How often weights are offered where engines are lost while they take them."""
 StartEngine = Callable[[int], Awaitable[Engine]]
-"""Starts engine `index` anew with the current weights; raises `EngineError` where that fails."""
+"""Restarts engine `index` with the current weights; raises `EngineError` if that fails."""
 
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """How often an engine is asked if it is well, when it is taken for dead, and how often it is started anew.
+    """Interval and timeout of an engine's health checks, and how often it is restarted.
 
     `max_restarts` counts restarts between which the engine finished no request.
     """
@@ -48,7 +48,7 @@ class _Seat:
 
 
 class EnginePool:
-    """An engine made of engines. `note` hears of losses and restarts; an engine given as None is started at once."""
+    """An engine made of engines. `note` is called for each loss and restart; an engine given as None is started at once."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class EnginePool:
     async def _pick(self) -> tuple[_Seat, Engine]:
         """The engine with the fewest samples in flight; waits until one serves. The deadline is the caller's.
 
-        One that was started anew and waits for the next publish (its version is -1) has other weights than the run's.
+        One that was restarted and waits for the next publish (its version is -1) has other weights than the run's.
         """
         while True:
             if self._failure is not None:
@@ -169,7 +169,7 @@ class EnginePool:
         if seat.engine is not engine or self._failure is not None:
             return  # somebody else noticed first
         seat.engine = None
-        self._note(f"engine {seat.index} is lost ({error}); it is started anew and its prompts are redone")
+        self._note(f"engine {seat.index} died ({error}); restarting it and rerunning its prompts")
         seat.replacing = asyncio.create_task(self._replace(seat, engine))
 
     async def _replace(self, seat: _Seat, old: Engine | None) -> None:

@@ -338,13 +338,13 @@ class ServerEngine:
     async def receive(self, offer: Offer) -> None:
         """Bring the server to the offered weights, between two tokens.
 
-        What is in flight goes on with the new weights, its keys and values computed anew. Raises `EngineError`; where
+        Requests in flight continue with the new weights, and their keys and values are computed again. Raises `EngineError`; where
         the update broke off half-way, what is in flight is aborted and nothing is generated until a whole one succeeds.
         """
         async with self._gate:
             if offer.version < self._version:
                 raise EngineError(
-                    f"version {offer.version} is offered, {self._calls.name} already has {self._version}; start it anew"
+                    f"version {offer.version} is offered, {self._calls.name} already has {self._version}; restart it"
                 )
             self._updating = True
             try:

@@ -46,7 +46,7 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
         import ray
     except ImportError as error:
         raise ConfigError("runtime = ray needs Ray: pip install 'treadle[ray]', or use --runtime local") from error
-    if ray.is_initialized():  # by whoever calls us, who also ends it
+    if ray.is_initialized():  # by the caller, which also ends it
         yield True
         return
     progress.phase("starting Ray" if own else f"joining Ray at {cluster.ray_address}")

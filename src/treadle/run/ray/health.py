@@ -1,4 +1,4 @@
-"""Signs of life: every worker is asked for one all the time, so that one that dies or hangs ends whatever waits for it.
+"""Health checks: every worker is asked all the time, so that one that dies or hangs ends the calls that wait for it.
 
 A call that is in flight knows of a worker's death by itself. What it does not know of is a worker that nobody has
 asked for anything, and one that has stopped: a call waits for that until its own deadline, which may be an hour.
@@ -21,7 +21,7 @@ _SLICE_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """A worker by name; `ask` asks it for a sign of life, which it gives whatever else it does, and returns the reference."""
+    """A worker by name; `ask` sends a health check, which it answers while it works, and returns the reference."""
 
     name: str
     ask: Callable[[], Any]
@@ -50,13 +50,13 @@ async def while_alive(
 
 
 async def _follow(worker: Watched, interval_seconds: float, silence_seconds: float) -> None:
-    """Ask for signs of life until one does not come.
+    """Send health checks until one is not answered.
 
     The time is counted in short waits: where this process was stopped with all others, only one of them is late.
     """
     while True:
         await asyncio.sleep(interval_seconds)
-        answer = asyncio.create_task(settle(worker.ask(), f"{worker.name}: a sign of life", None))
+        answer = asyncio.create_task(settle(worker.ask(), f"{worker.name}: a health check", None))
         try:
             left = silence_seconds
             while not answer.done() and left > 0:
@@ -64,7 +64,7 @@ async def _follow(worker: Watched, interval_seconds: float, silence_seconds: flo
                 left -= _SLICE_SECONDS
             if not answer.done():
                 raise WorkerLostError(
-                    f"{worker.name} has given no sign of life for {silence_seconds:g} s: it hangs, or its machine is gone "
+                    f"{worker.name} has not answered a health check for {silence_seconds:g} s: it hangs, or its machine is gone "
                     "(--worker-silence-seconds)"
                 )
             answer.result()

@@ -27,7 +27,7 @@ from treadle.training.checkpoint import Checkpoint, find_checkpoint
 from treadle.training.parallel import Grid, ParallelSpec, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
 
-SIGNS = {"signs of life": 1}
+HEALTH_CHECKS = {"health checks": 1}
 """The group of calls that don't wait for the one that a rank is busy with, and how many of them there are at once."""
 
 
@@ -50,7 +50,7 @@ class Trained:
 
 
 class RankActor:
-    """A rank in a process of its own. Calls are done one after the other, but for signs of life."""
+    """A rank in a process of its own. Calls run one after the other, except health checks."""
 
     def __init__(self, setup: WorkerSetup):
         enter_worker(setup)
@@ -73,7 +73,7 @@ class RankActor:
             return int(probe.getsockname()[1])
 
     def alive(self) -> None:
-        """A sign of life; answered while another call runs."""
+        """Answer a health check, also while another call runs."""
 
     def close(self) -> None:
         leave_ranks()
@@ -119,8 +119,8 @@ class Call:
 
 
 def ask_alive(actor: Any) -> Callable[[], Any]:
-    """What asks a rank for a sign of life."""
-    (group,) = SIGNS
+    """Return the call that checks the health of a rank."""
+    (group,) = HEALTH_CHECKS
     ask: Callable[[], Any] = actor.alive.options(concurrency_group=group).remote
     return ask
 
@@ -134,7 +134,7 @@ class RankGroup:
         self.name, self.config, self.bundles = name, setup.config, self._bundles(places)
         self.spec = ParallelSpec.of(setup.config, len(self.bundles))
         shares = setup.config.cluster.colocate
-        actor = ray.remote(concurrency_groups=SIGNS)(kind)
+        actor = ray.remote(concurrency_groups=HEALTH_CHECKS)(kind)
         self.actors = [
             actor.options(**worker_options(setup.config, places, bundle, shares=shares)).remote(setup, *args)
             for bundle in self.bundles
@@ -181,7 +181,7 @@ class RankGroup:
         return [self.name if count == 1 else f"{self.name} {rank}" for rank in range(count)]
 
     def watched(self) -> list[Watched]:
-        """The ranks, as they are asked for signs of life."""
+        """The ranks, with the call that checks their health."""
         return [Watched(name, ask_alive(actor)) for name, actor in zip(self.names, self.actors, strict=True)]
 
     def sleeping(self) -> list[Call]:

@@ -32,9 +32,9 @@ from treadle.weights.named import HOLDS_EVERYTHING
 
 
 @dataclass(frozen=True)
-class Glance:
+class RolloutStatus:
     """What the driver sees of the rollout worker while it waits: the phase, its notes, and whether an engine that was
-    started anew waits for a publish."""
+    restarted waits for a publish."""
 
     phase: tuple[str, int, int] | None
     notes: list[Note]
@@ -42,7 +42,7 @@ class Glance:
 
 
 class RolloutActor:
-    """One for a run. It starts the engines and starts them anew."""
+    """The rollout worker of a run. It starts and restarts the engines."""
 
     def __init__(self, setup: WorkerSetup, places: Places):
         enter_worker(setup)
@@ -56,7 +56,7 @@ class RolloutActor:
         self._offer: Offer | None = None  # the newest that all engines took
         self._version: int | None = None  # of weights that engines were loaded with, in a run that never trains
         self._engines: dict[int, RemoteEngine] = {}  # the newest of each seat of the pool
-        self._waiting = 0  # engines that were started anew and can get weights by the next publish only
+        self._waiting = 0  # engines that were restarted and can get weights by the next publish only
         seed_everything(setup.config.train.seed)
 
     async def load(self) -> int:
@@ -187,11 +187,11 @@ class RolloutActor:
         assert self._source is not None
         self._source.next_prompts(rollouts * self._config.rollout.rollout_batch_size)
 
-    async def glance(self) -> Glance:
-        return Glance(self._phase, self._notes.take(), self._waiting > 0)
+    async def status(self) -> RolloutStatus:
+        return RolloutStatus(self._phase, self._notes.take(), self._waiting > 0)
 
     async def alive(self) -> None:
-        """A sign of life."""
+        """Answer a health check."""
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -29,7 +29,7 @@ from treadle.run.ray.calls import settle
 from treadle.run.ray.connection import ray_running
 from treadle.run.ray.health import Watched, while_alive
 from treadle.run.ray.placement import Places, place, release, until_gone
-from treadle.run.ray.rollout_worker import Glance, RolloutActor
+from treadle.run.ray.rollout_worker import RolloutActor, RolloutStatus
 from treadle.run.ray.train_workers import TrainGroup
 from treadle.run.ray.worker_setup import WorkerSetup
 from treadle.run.record import Outputs, Record
@@ -41,7 +41,7 @@ from treadle.training.checkpoint import PREFIX, find_checkpoint
 from treadle.types import Group
 from treadle.weights.named import TransportPlan
 
-GLANCE_SECONDS = 0.3
+STATUS_SECONDS = 0.3
 CLOSE_SECONDS = 20.0
 MANY_CALLS = 100_000
 """Calls a worker holds at once: a rollout has one for each prompt."""
@@ -56,7 +56,7 @@ class Workers:
     trainer: TrainGroup | None
 
     def watched(self) -> list[Watched]:
-        """All of them, as they are asked for signs of life."""
+        """All workers, with the call that checks their health."""
         rollout = [] if self.rollout is None else [Watched("rollout worker", self.rollout.alive.remote)]
         return rollout + ([] if self.trainer is None else self.trainer.watched())
 
@@ -172,7 +172,7 @@ class ClusterParts:
             self.out.progress.warn(f"version {version} did not reach every engine ({errors[0]}); it is offered again")
 
     async def _publish_again(self) -> None:
-        """Give the engines' current version to one that was started anew, unless the trainer has moved on."""
+        """Give the engines' current version to one that was restarted, unless the trainer has moved on."""
         async with self._publishing:
             if self._trainer_ahead:
                 return
@@ -186,7 +186,7 @@ class ClusterParts:
         call = asyncio.create_task(settle(ref, what, None))
         try:
             while not call.done():
-                await asyncio.wait((call,), timeout=GLANCE_SECONDS)
+                await asyncio.wait((call,), timeout=STATUS_SECONDS)
                 await self._look()
             return call.result()
         finally:
@@ -196,7 +196,7 @@ class ClusterParts:
 
     async def _look(self) -> None:
         seconds = self.config.cluster.worker_silence_seconds
-        seen: Glance = await _ask(self.rollout.glance.remote(), "a sign of life of the rollout worker", seconds)
+        seen: RolloutStatus = await _ask(self.rollout.status.remote(), "the status of the rollout worker", seconds)
         self._show(seen.notes)
         if seen.phase is not None and not self._trainer_ahead:
             self.out.progress.phase(*seen.phase)

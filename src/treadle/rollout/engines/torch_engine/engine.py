@@ -27,7 +27,7 @@ class TorchEngine:
     """Generates with a module it is given, usually the trainer's own: then no weights are copied.
 
     The model must not be trained while a step runs; the loop's lease sees to that. All methods belong to one
-    event loop. Whatever computes runs on the one thread of `compute`, which whoever gives it also closes, and which is
+    event loop. Whatever computes runs on the one thread of `compute`, which its owner closes, and which is
     not the thread that makes the engine; without it, on a thread of the engine's own.
     """
 

@@ -2,7 +2,7 @@
 
 A prompt's keys and values are stored once for all its samples (a *prefix slot*); each sample has a *row* for its
 own tokens. Slots and rows in use are kept at the front and are all as long as the longest one, so attention works on
-dense tensors, whole: whoever leaves is replaced by the last one, and rows are laid out anew as they grow.
+dense tensors, whole: one that is removed is replaced by the last one, and rows are laid out again as they grow.
 
 Axis letters: `L` layers, `C` sequences (prefix slots or rows), `K` key/value heads, `T` tokens, `D` head size.
 """
@@ -83,7 +83,7 @@ class Sequences:
         self.layers = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
 
     def fit(self, count: int, span: int) -> None:
-        """Lay out anew for `count` sequences of `span` tokens, layer by layer; what fits of the old ones stays."""
+        """Lay out again for `count` sequences of `span` tokens, layer by layer; what fits of the old ones stays."""
         count_kept, kept = min(count, self.count), min(span, self.span)
         for i, old in enumerate(self.layers):
             new = old.new_zeros(2, count, old.shape[2], span, old.shape[4])
@@ -135,7 +135,7 @@ class KVStore:
         run that is resumed would not be the same run.
         """
         step = LENGTH_STEP
-        while longest > 16 * step:  # rarely laid out anew where rows are long, and at most an eighth too much
+        while longest > 16 * step:  # rarely laid out again if rows are long, and at most an eighth too much
             step *= 2
         span = min(-(-longest // step) * step, self.shape.row_capacity)
         if span != self.rows.span:

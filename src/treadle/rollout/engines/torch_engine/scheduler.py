@@ -122,14 +122,14 @@ class Scheduler:
                 self._remove_row(i)
 
     def free_store(self) -> None:
-        """Give the keys' and values' memory back; they are made anew when needed."""
+        """Free the memory of keys and values; it is allocated again when needed."""
         assert not self.rows, "samples are still running"
         self.store = None
         self.inference.release()
         self._prepared = None
 
     def _prepare(self) -> None:
-        """Let the forward pass read the weights anew where they have changed, said or unsaid."""
+        """Have the forward pass read the weights again if they have changed."""
         now = self.version, sum(p._version for p in self._parameters)
         if now != self._prepared:
             self.inference.refresh()
