@@ -9,6 +9,7 @@ compiled code is C++ files of `models/cpu`.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import shutil
 import warnings
@@ -34,7 +35,7 @@ class OnePass:
     """
 
     def __init__(self, formula: Callable[..., None]):
-        self.formula = formula
+        self.formula = inspect.unwrap(formula)  # torch.compile would compile a decorator's checks with it
         self._compiled: Callable[..., None] | None = None
         self._has_failed = False
 
