@@ -16,13 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from treadle.algorithms.advantages import (
-    AdvantageInputs,
-    Advantages,
-    AdvantageSettings,
-    Estimator,
-    compute_advantages,
-)
+from treadle.algorithms.advantages import AdvantageInputs, Advantages, AdvantageSettings, Estimator, compute_advantages
 from treadle.algorithms.losses import PolicyLoss, PolicyLossFn, PolicyLossInputs
 from treadle.algorithms.reduce import Denominators, token_weights, trained_tokens, weighted_sum
 

@@ -270,12 +270,7 @@ def _tile_gradient(scores: Tensor, known: Tensor, columns: Tensor, bias: Tensor 
 
 
 def _input_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gradients: _RowGradients,
-    plan: _Plan,
-    asked: tuple[bool, ...],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: _RowGradients, plan: _Plan, asked: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     tile = plan.tile_shape(hidden, weight)
     known, factor = gradients.known, gradients.factor

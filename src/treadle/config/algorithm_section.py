@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from treadle.catalog import (
-    CORRECTIONS,
-    ESTIMATORS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    Bound,
-    EstimatorRecord,
-    PolicyLossRecord,
-)
+from treadle import catalog
+from treadle.catalog import POLICY_LOSSES, EstimatorRecord, PolicyLossRecord
 from treadle.config.batch_sizes import known_arithmetic
 from treadle.config.conditions import (
-    REFERENCE,
     TRAINS_A_CRITIC,
     Condition,
     alone,
@@ -31,52 +23,51 @@ from treadle.config.section import Section, setting, with_parameters
 _KL_LOSS = given("use_kl_loss")
 _CORRECTION = given("rollout_correction")
 _REJECTION = given("correction_reject_level")
+_REFERENCE = when(
+    lambda c: c.algorithm.uses_reference, "does nothing without a reference: set use_kl_loss, or kl_coef, or drop it"
+)
 _CLIPS = when(
-    lambda config: not config.algorithm.truncates,
-    lambda config: (
-        f"does nothing with rollout_correction {config.algorithm.rollout_correction}, whose weights are cut from above only; "
-        "set correction_bound = clip or mask, or drop it"
-    ),
+    lambda c: not c.algorithm.truncates,
+    "does nothing with rollout_correction {rollout_correction}, whose weights are cut from above only; set correction_bound = "
+    "clip or mask, or drop it",
 )
 _STEERED = when(
-    lambda config: config.algorithm.weighs_kl,
+    lambda c: c.algorithm.weighs_kl,
     "does nothing: there is no KL to steer; set kl_coef, or use_kl_loss with kl_loss_coef",
     together=True,
 )
 
 
 def _below(name: str) -> Condition:
-    return compared("<=", name, "is more than {}; lower it")
+    return compared("<=", name, f"is more than {name} = {{{name}}}; lower it")
 
 
-@with_parameters(ESTIMATORS, POLICY_LOSSES)
+@with_parameters(catalog.ESTIMATORS, POLICY_LOSSES)
 class AlgorithmSection(Section):
     """How rewards become a gradient."""
 
-    advantage_estimator: str = setting("grpo", alone("custom_advantage_path"), names=ESTIMATORS)
+    advantage_estimator: str = setting("grpo", alone("custom_advantage_path"), names=catalog.ESTIMATORS)
     """How rewards become advantages."""
     grpo_std_normalization: bool = setting(
-        True, estimator("divides_by_std", "it never divides by the deviation; drop it", fatal=False)
+        True, estimator("divides_by_std", "it never divides by the deviation; drop it", warn=True)
     )
     """Divide by the group's standard deviation. Off is Dr. GRPO's advantage."""
     normalize_advantages: bool = setting(
         False,
         when(
-            lambda config: config.algorithm.estimator is None or not config.algorithm.estimator.whitens,
-            lambda config: (
-                f"does nothing with {config.algorithm.advantage_estimator}: it whitens its advantages already; drop it"
-            ),
-            fatal=False,
+            lambda c: c.algorithm.estimator is None or not c.algorithm.estimator.whitens,
+            "does nothing with {advantage_estimator}: it whitens its advantages already; drop it",
+            warn=True,
         ),
     )
     """Whiten advantages over all trained tokens of the rollout."""
-    gamma: float = setting(1.0, estimator("uses_gamma", "it is read by {} only; drop it"), ge=0, le=1)
+    gamma: float = setting(1.0, estimator("uses_gamma", "it is read by {those} only; drop it"), ge=0, le=1)
     """Discount per token."""
-    lambd: float = setting(1.0, estimator("needs_values", "it needs an estimator with a critic ({})"), ge=0, le=1)
+    lambd: float = setting(1.0, estimator("needs_values", "it needs an estimator with a critic ({those})"), ge=0, le=1)
     """GAE's lambda (needs a critic)."""
     kl_coef: float = setting(
         0.0,
-        estimator("per_token_reward", "only {} put KL in the reward; use use_kl_loss and kl_loss_coef instead"),
+        estimator("per_token_reward", "only {those} put KL in the reward; use use_kl_loss and kl_loss_coef instead"),
         alone("use_kl_loss", "KL would count twice"),
         ge=0,
     )
@@ -93,32 +84,31 @@ class AlgorithmSection(Section):
     """Samples over which the steered weight of KL follows; a larger number is slower."""
     opd_kl_coef: float = setting(0.0, needs("opd_teacher_load", "the model to distil from"), ge=0)
     """On-policy distillation: subtract this times (logprob of the student − of the teacher) from each token's advantage."""
-    kl_loss_type: str = setting("low_var_kl", given("use_kl_loss", fatal=False), names=KL_ESTIMATORS)
+    kl_loss_type: str = setting("low_var_kl", given("use_kl_loss", warn=True), names=catalog.KL_ESTIMATORS)
     """KL estimator of the loss; kl_coef always takes k1."""
     entropy_coef: float = setting(
-        0.0,
-        when(lambda config: config.algorithm.entropy_coef >= 0, "is negative: it pushes the entropy down", fatal=False),
+        0.0, when(lambda c: c.algorithm.entropy_coef >= 0, "is negative: it pushes the entropy down", warn=True)
     )
     """Weight of the entropy bonus."""
-    eps_clip: float = setting(0.2, read_by(POLICY_LOSSES, "eps_clip", fatal=False), gt=0, le=1)
+    eps_clip: float = setting(0.2, read_by(POLICY_LOSSES, "eps_clip", warn=True), gt=0, le=1)
     """Clip range of the ratio below 1, and above it unless eps_clip_high is set; 1 removes the lower bound."""
-    eps_clip_high: float | None = setting(None, read_by(POLICY_LOSSES, "eps_clip_high", fatal=False), gt=0)
+    eps_clip_high: float | None = setting(None, read_by(POLICY_LOSSES, "eps_clip_high", warn=True), gt=0)
     """Clip range of the ratio above 1."""
-    eps_clip_c: float | None = setting(None, read_by(POLICY_LOSSES, "eps_clip_c", fatal=False), gt=1)
+    eps_clip_c: float | None = setting(None, read_by(POLICY_LOSSES, "eps_clip_c", warn=True), gt=1)
     """Dual clip: bound of the loss if the advantage is negative. For dppo_tv the cap of the ratio, 20 unless set."""
     custom_advantage_path: str | None = setting(None, path=True)
     """Your own advantages, `file.py:object`: a function of AdvantageInputs and settings, or an Estimator."""
     custom_loss_path: str | None = setting(None, path=True)
     """Your own policy loss, `file.py:function`: PolicyLossInputs to PolicyLoss."""
-    ref_update_interval: int | None = setting(None, REFERENCE, alone("ref_ema_decay"), ge=1)
+    ref_update_interval: int | None = setting(None, _REFERENCE, alone("ref_ema_decay"), ge=1)
     """Set the reference model to the policy every this many rollouts."""
-    ref_ema_decay: float | None = setting(None, REFERENCE, gt=0, lt=1)
+    ref_ema_decay: float | None = setting(None, _REFERENCE, gt=0, lt=1)
     """Let the reference model follow the policy as a moving average with this decay, once a rollout."""
     policy_loss: str | None = setting(None, alone("custom_loss_path"), names=POLICY_LOSSES)
     """Policy loss. Default: the one the estimator is used with."""
     use_unbiased_kl: bool = setting(False, _KL_LOSS)
     """Multiply the KL in the loss by the probability ratio, which makes it unbiased for tokens of the old policy."""
-    rollout_correction: str | None = setting(None, names=CORRECTIONS)
+    rollout_correction: str | None = setting(None, names=catalog.CORRECTIONS)
     """Weight tokens by the trainer's over the engine's probability."""
     correction_bound: Literal["truncate", "clip", "mask"] | None = setting(None, _CORRECTION)
     """`truncate` caps the weight from above, `clip` on both sides, `mask` drops the token. Default depends on the correction."""
@@ -141,7 +131,7 @@ class AlgorithmSection(Section):
     opsm_delta: float | None = setting(
         None,
         when(
-            lambda config: (found := known_arithmetic(config)) is None or found.num_steps_per_rollout > 1,
+            lambda c: (found := known_arithmetic(c)) is None or found.num_steps_per_rollout > 1,
             "does nothing with one optimizer step a rollout: the policy has not moved yet; set num_steps_per_rollout",
         ),
         gt=0,
@@ -165,7 +155,7 @@ class AlgorithmSection(Section):
     @property
     def estimator(self) -> EstimatorRecord | None:
         """The record of the estimator; None for the user's own and for an unknown name."""
-        return None if self.custom_advantage_path is not None else ESTIMATORS.get(self.advantage_estimator)
+        return None if self.custom_advantage_path is not None else catalog.ESTIMATORS.get(self.advantage_estimator)
 
     @property
     def loss(self) -> PolicyLossRecord | None:
@@ -187,8 +177,8 @@ class AlgorithmSection(Section):
     @property
     def truncates(self) -> bool:
         """True if the correction caps its weights from above only."""
-        usual = CORRECTIONS.get(self.rollout_correction or "")
-        return (self.correction_bound or (usual.settings.bound if usual else None)) == Bound.TRUNCATE
+        usual = catalog.CORRECTIONS.get(self.rollout_correction or "")
+        return (self.correction_bound or (usual.settings.bound if usual else None)) == catalog.Bound.TRUNCATE
 
 
 class CriticSection(Section):
@@ -205,7 +195,9 @@ class CriticSection(Section):
     num_critic_only_steps: int = setting(
         0,
         TRAINS_A_CRITIC,
-        compared("<", "num_rollout", "is all of {}: the policy would never be trained; lower it"),
+        compared(
+            "<", "num_rollout", "is all of num_rollout = {num_rollout}: the policy would never be trained; lower it"
+        ),
         ge=0,
     )
     """Rollouts at the start in which only the critic is trained."""

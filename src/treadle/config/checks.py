@@ -73,11 +73,11 @@ def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
                     idle.setdefault(condition, []).append(field.name)
                     break
     for condition, names in idle.items():
-        text = condition.otherwise(config)
+        text = condition.message(config)
         if condition.together:
             text = "do" + text.removeprefix("does") if len(names) > 1 and text.startswith("does") else text
-            yield Finding(f"{', '.join(names)} {text}", condition.fatal)
+            yield Finding(f"{', '.join(names)} {text}", not condition.warn)
         else:
             values = [shown(without_secrets(config.value(name))) for name in names]
             for name, value in zip(names, values, strict=True):
-                yield Finding(f"{name} = {written(value)} {text}", condition.fatal)
+                yield Finding(f"{name} = {written(value)} {text}", not condition.warn)

@@ -10,16 +10,16 @@ from treadle.config.conditions import TRAINS_A_CRITIC, absent, choice, given, wh
 from treadle.config.section import Section, seconds, setting
 
 _RAY_ADDRESS = re.compile(r"auto|(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
-_RAY = choice("runtime", "ray", fatal=False, together=True)
+_RAY = choice("runtime", "ray", warn=True, together=True)
 _WORKERS = when(
-    lambda config: config.cluster.runtime == "ray" or config.rollout.rollout_engine != "torch",
+    lambda c: c.cluster.runtime == "ray" or c.rollout.rollout_engine != "torch",
     "does nothing with runtime = local; set runtime = ray, or drop it",
-    fatal=False,
+    warn=True,
     together=True,
 )
 """Settings that a run in one process reads too, if its engine is a server."""
-_STARTED_RAY = absent("ray_address", "the Ray that is joined has its own", fatal=False, together=True)
-_OFFLOAD = given("colocate", why="each side keeps its own memory anyway", fatal=False)
+_STARTED_RAY = absent("ray_address", "the Ray that is joined has its own", warn=True, together=True)
+_OFFLOAD = given("colocate", why="each side keeps its own memory anyway", warn=True)
 
 
 class ClusterSection(Section):
@@ -31,7 +31,7 @@ class ClusterSection(Section):
         None,
         _RAY,
         when(
-            lambda config: bool(_RAY_ADDRESS.fullmatch(config.cluster.ray_address or "auto")),
+            lambda c: bool(_RAY_ADDRESS.fullmatch(c.cluster.ray_address or "auto")),
             "is no address of a Ray; give host:port or auto",
         ),
     )
@@ -65,21 +65,21 @@ class ClusterSection(Section):
     max_lag: int = setting(
         0,
         when(
-            lambda config: config.cluster.runtime == "ray",
+            lambda c: c.cluster.runtime == "ray",
             "needs runtime = ray: in one process trainer and engine take turns, so nothing can run ahead of the weights",
         ),
         when(
-            lambda config: not config.cluster.colocate,
+            lambda c: not c.cluster.colocate,
             "with colocate: engines sleep while the trainer works, so nothing can run ahead; drop one of them",
         ),
         when(
-            lambda config: not (config.debug.debug_train_only or config.debug.debug_rollout_only),
+            lambda c: not (c.debug.debug_train_only or c.debug.debug_rollout_only),
             "needs both halves of the loop; drop the debug setting",
         ),
         when(
-            lambda config: config.algorithm.rollout_correction is not None,
+            lambda c: c.algorithm.rollout_correction is not None,
             "trains on samples of older weights; rollout_correction (tis, say) weights them",
-            fatal=False,
+            warn=True,
         ),
         ge=0,
     )
@@ -88,9 +88,9 @@ class ClusterSection(Section):
         "wait",
         _RAY,
         when(
-            lambda config: config.cluster.max_lag > 0,
+            lambda c: c.cluster.max_lag > 0,
             "does nothing with max_lag = 0: nothing is in flight then; set max_lag, or drop it",
-            fatal=False,
+            warn=True,
         ),
     )
     """In-flight requests when new weights arrive: wait for them, pause them between two tokens, or abort and rerun them."""
@@ -101,9 +101,9 @@ class ClusterSection(Section):
         None,
         _WORKERS,
         when(
-            lambda config: config.cluster.weight_transport.startswith("disk"),
+            lambda c: c.cluster.weight_transport.startswith("disk"),
             "is read by the disk transports only; set weight_transport = disk, or drop it",
-            fatal=False,
+            warn=True,
         ),
         path=True,
     )

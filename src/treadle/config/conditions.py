@@ -20,57 +20,61 @@ Part = Literal["all", "run", "generate", "score", "train", "eval"]
 """What a command does: `all` of them, a `run` (`treadle train`), which may generate, score and train, and `treadle eval`."""
 
 
+class Options(TypedDict, total=False):
+    """Keywords of every condition."""
+
+    warn: bool  # report it as a warning; otherwise it is a fault
+    together: bool  # report all fields of this condition in one line, without their values
+    part: Part  # of a run for which it is reported; that of the field's section unless given
+
+
 @dataclass(frozen=True, eq=False)
 class Condition:
     """When a field has an effect, and what is said of it otherwise.
 
-    `otherwise` continues a sentence that begins with the field: "does nothing without …". With `together`, all fields of
-    this condition are reported in one line. `part` is that of the field's section unless set.
+    `otherwise` continues a sentence that begins with the field: "does nothing without …". In it, `{name}` stands for the value
+    of the field `name`, and `{loss}` for the name of the policy loss in use.
     """
 
     holds: Callable[[Config, Any], bool]  # of the configuration and the field's value
-    otherwise: Callable[[Config], str]
-    fatal: bool = True
+    otherwise: str
+    warn: bool = False
     together: bool = False
     part: Part | None = None
 
-
-class Options(TypedDict, total=False):
-    """Keywords of every condition."""
-
-    fatal: bool
-    together: bool
-    part: Part
+    def message(self, config: Config) -> str:
+        """Return `otherwise` with the values of this configuration."""
+        values = {name: shown(value) for _, section in config for name, value in section}
+        loss = config.algorithm.loss
+        return self.otherwise.format_map(values | {"loss": loss.name if loss else ""})
 
 
-def when(
-    holds: Callable[[Config], bool], otherwise: str | Callable[[Config], str], **options: Unpack[Options]
-) -> Condition:
+def shown(value: Any) -> str:
+    """Return a value as a recipe has it, but without quotation marks."""
+    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+
+
+def when(holds: Callable[[Config], bool], otherwise: str, **options: Unpack[Options]) -> Condition:
     """It has an effect if `holds` says so."""
-    text = otherwise
-    say = (lambda config: text) if isinstance(text, str) else text
-    return Condition(lambda config, value: holds(config), say, **options)
+    return Condition(lambda config, value: holds(config), otherwise, **options)
 
 
 def compared(sign: Literal["<", "<=", ">", ">="], name: str, otherwise: str, **options: Unpack[Options]) -> Condition:
-    """It is on this side of the field `name`, which the text holds as `{}`; None, or no steps or rollouts, is no bound."""
+    """It is on this side of the field `name`; None, and 0 steps or rollouts, are no bound."""
     compare = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}[sign]
 
     def holds(config: Config, value: Any) -> bool:
         bound = config.value(name)
         return bound is None or (bound == 0 and isinstance(bound, int)) or compare(value, bound)
 
-    return Condition(holds, lambda config: otherwise.format(f"{name} = {config.value(name)}"), **options)
+    return Condition(holds, otherwise, **options)
 
 
 def given(*names: str, why: str = "", **options: Unpack[Options]) -> Condition:
     """It has an effect if one of these fields is set."""
     either = " or ".join(names)
-    return when(
-        lambda config: any(config.value(name) for name in names),
-        f"does nothing without {either}{why and ': ' + why}; set {either} too, or drop it",
-        **options,
-    )
+    text = f"does nothing without {either}{why and ': ' + why}; set {either} too, or drop it"
+    return when(lambda config: any(config.value(name) for name in names), text, **options)
 
 
 def needs(name: str, why: str, **options: Unpack[Options]) -> Condition:
@@ -84,66 +88,45 @@ def absent(name: str, why: str, **options: Unpack[Options]) -> Condition:
 
 
 def alone(name: str, why: str = "", **options: Unpack[Options]) -> Condition:
-    """It is another way to say what this field says."""
-    return when(
-        lambda config: not config.value(name),
-        lambda config: f"and {name} = {shown(config.value(name))} are both given{why and ': ' + why}; keep one of them",
-        **options,
-    )
+    """It is another way to say what the field `name` says."""
+    text = f"and {name} = {{{name}}} are both given{why and ': ' + why}; keep one of them"
+    return when(lambda config: not config.value(name), text, **options)
 
 
-def choice(name: str, *values: str, why: str = "", **options: Unpack[Options]) -> Condition:
+def choice(name: str, *values: str, **options: Unpack[Options]) -> Condition:
     """It has an effect if the field `name` has one of these values."""
-    return when(
-        lambda config: config.value(name) in values,
-        lambda config: (
-            f"does nothing with {name} = {config.value(name)}{why and ': ' + why}; set {name} = {' or '.join(values)}, or drop it"
-        ),
-        **options,
-    )
+    text = f"does nothing with {name} = {{{name}}}; set {name} = {' or '.join(values)}, or drop it"
+    return when(lambda config: config.value(name) in values, text, **options)
 
 
 def estimator(trait: str, why: str, **options: Unpack[Options]) -> Condition:
-    """It has an effect with the advantage estimators that have this trait, and with the user's own."""
+    """It has an effect with the advantage estimators that have this trait, and with the user's own.
+
+    In `why`, `{those}` stands for their names.
+    """
+    those = ", ".join(name for name, record in ESTIMATORS.items() if getattr(record, trait))
+    text = f"does nothing with {{advantage_estimator}}: {why.format(those=those)}"
     options.setdefault("part", "train")
-    names = ", ".join(name for name, record in ESTIMATORS.items() if getattr(record, trait))
-    return when(
-        lambda config: (found := config.algorithm.estimator) is None or getattr(found, trait),
-        lambda config: f"does nothing with {config.algorithm.advantage_estimator}: {why.format(names)}",
-        **options,
-    )
+    return when(lambda c: (found := c.algorithm.estimator) is None or getattr(found, trait), text, **options)
 
 
 def read_by(table: Mapping[str, Record], field: str, **options: Unpack[Options]) -> Condition:
     """It has an effect with the estimators, or the policy losses, that read it, and with the user's own."""
-    is_loss = table is POLICY_LOSSES
-    kind = "policy loss" if is_loss else "advantage_estimator"
+    those = ", ".join(name for name, record in table.items() if field in record.all_read)
+    chosen = "policy loss {loss}" if table is POLICY_LOSSES else "{advantage_estimator}"
+
+    def holds(config: Config) -> bool:
+        found = config.algorithm.loss if table is POLICY_LOSSES else config.algorithm.estimator
+        return found is None or field in found.all_read
+
     options.setdefault("part", "train")
-    names = ", ".join(name for name, record in table.items() if field in record.all_read)
-
-    def chosen(config: Config) -> Record | None:
-        return config.algorithm.loss if is_loss else config.algorithm.estimator
-
-    return when(
-        lambda config: (found := chosen(config)) is None or field in found.all_read,
-        lambda config: (
-            f"does nothing with {kind} {found.name if (found := chosen(config)) else ''}: it is read by {names}; drop it"
-        ),
-        **options,
-    )
+    return when(holds, f"does nothing with {chosen}: it is read by {those}; drop it", **options)
 
 
-def shown(value: Any) -> str:
-    """A value in a message, as a recipe has it but without quotation marks."""
-    return ("true" if value else "false") if isinstance(value, bool) else str(value)
-
-
-REFERENCE = when(
-    lambda config: config.algorithm.uses_reference,
-    "does nothing without a reference: set use_kl_loss, or kl_coef, or drop it",
-    part="train",
+TRAINS_A_CRITIC = estimator("needs_values", "only {those} has a critic; drop it")
+IN_THE_RUN = compared(
+    "<=",
+    "num_rollout",
+    "is longer than the run (num_rollout = {num_rollout}): none falls inside it; lower it",
+    warn=True,
 )
-TRAINS_A_CRITIC = estimator("needs_values", "only {} has a critic; drop it")
-ON_RAY = choice("runtime", "ray", fatal=False, together=True)
-STARTED_SERVERS = absent("rollout_external_engine_addrs", "those servers run already", fatal=False, together=True)
-IN_THE_RUN = compared("<=", "num_rollout", "is longer than the run ({}): none falls inside it; lower it", fatal=False)

@@ -14,9 +14,9 @@ from treadle.config.template_kwargs import as_words, template_kwargs
 from treadle.errors import ConfigError
 
 _TEMPLATE = when(
-    lambda config: config.data.apply_chat_template,
+    lambda c: c.data.apply_chat_template,
     "without apply_chat_template reaches only prompts that are lists of messages; set it, or plain text prompts go without it",
-    fatal=False,
+    warn=True,
     together=True,
 )
 _SET_NAME = re.compile(r"[\w.-]+")
@@ -80,9 +80,9 @@ class EvalSection(Section):
     eval_prompt_data: tuple[str, ...] = setting(
         (),
         when(
-            lambda config: config.eval.eval_interval is not None,
+            lambda c: c.eval.eval_interval is not None,
             "without eval_interval is used by `treadle eval` only, never while training; set eval_interval, or drop it",
-            fatal=False,
+            warn=True,
             together=True,
         ),
         path=True,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from treadle.catalog import REWARDS, reward_names
-from treadle.config.conditions import STARTED_SERVERS, choice, compared, given, when
+from treadle.config.conditions import absent, choice, compared, given, when
 from treadle.config.section import Section, seconds, setting
 
 EngineValue = str | bool | int | float | tuple[str, ...]
 
 _FILTER = given("group_filter")
+_STARTED = absent("rollout_external_engine_addrs", "those servers run already", warn=True, together=True)
 _SERVER = choice("rollout_engine", "vllm", "sglang", together=True)
 
 
@@ -45,7 +46,9 @@ class RolloutSection(Section):
         None,
         _FILTER,
         compared(
-            ">=", "rollout_batch_size", "is less than {}; it is how many prompts are drawn at a time to keep that many"
+            ">=",
+            "rollout_batch_size",
+            "is less than rollout_batch_size = {rollout_batch_size}, the number to keep; raise it",
         ),
         ge=1,
     )
@@ -58,12 +61,8 @@ class RolloutSection(Section):
     """Memory for keys and values (GiB); bounds how many samples run at once."""
     max_concurrent_prompts: int | None = setting(
         None,
-        when(
-            lambda config: (most := config.rollout.max_concurrent_prompts or 0) <= config.rollout.rollout_batch_size,
-            lambda config: (
-                f"does nothing: a rollout has {config.rollout.rollout_batch_size} prompts (rollout_batch_size); drop it"
-            ),
-            fatal=False,
+        compared(
+            "<=", "rollout_batch_size", "does nothing: a rollout has {rollout_batch_size} prompts; drop it", warn=True
         ),
         ge=1,
     )
@@ -83,7 +82,7 @@ class RolloutSection(Section):
 class EngineSection(Section):
     """The server that generates, if rollout_engine is not torch."""
 
-    engine_python: str | None = setting(None, _SERVER, STARTED_SERVERS, path=True)
+    engine_python: str | None = setting(None, _SERVER, _STARTED, path=True)
     """Python interpreter that has the engine, for example `venv/bin/python`. Default: Treadle's own."""
     rollout_external_engine_addrs: tuple[str, ...] = setting((), _SERVER)
     """Servers that run already, `host:port` each, instead of starting any."""
@@ -92,9 +91,9 @@ class EngineSection(Section):
     max_logprob_diff: float = setting(0.1, gt=0)
     """Warn if the mean gap between the trainer's and the engine's logprobs is above this (nats). bfloat16 alone makes up
     to 0.05."""
-    vllm: dict[str, EngineValue] = setting(dict, choice("rollout_engine", "vllm", together=True), STARTED_SERVERS)
+    vllm: dict[str, EngineValue] = setting(dict, choice("rollout_engine", "vllm", together=True), _STARTED)
     """Arguments of vLLM's server by their own names; as flags `--vllm-NAME VALUE`, `--vllm-enforce-eager`."""
-    sglang: dict[str, EngineValue] = setting(dict, choice("rollout_engine", "sglang", together=True), STARTED_SERVERS)
+    sglang: dict[str, EngineValue] = setting(dict, choice("rollout_engine", "sglang", together=True), _STARTED)
     """Arguments of SGLang's server by their own names; as flags `--sglang-NAME VALUE`, `--sglang-disable-cuda-graph`."""
 
     def arguments(self, kind: str) -> dict[str, EngineValue]:
@@ -114,7 +113,7 @@ class RewardSection(Section):
     rm_regex: str | None = setting(
         None,
         when(
-            lambda config: config.uses_reward("regex"),
+            lambda c: c.uses_reward("regex"),
             "does nothing without the regex reward; add it to rm_type, or drop it",
             together=True,
         ),
@@ -128,7 +127,9 @@ class RewardSection(Section):
     """Factor on the reward that is trained on; logs keep the raw one."""
     reward_bias: float = 0.0
     """Added to the scaled reward."""
-    reward_clip_low: float | None = setting(None, compared("<", "reward_clip_high", "must be below {}", part="train"))
+    reward_clip_low: float | None = setting(
+        None, compared("<", "reward_clip_high", "must be below reward_clip_high = {reward_clip_high}", part="train")
+    )
     """Lower bound of the scaled reward."""
     reward_clip_high: float | None = None
     """Upper bound of the scaled reward."""

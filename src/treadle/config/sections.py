@@ -18,7 +18,7 @@ from treadle.config.data_section import DataSection, EvalSection
 from treadle.config.rollout_section import EngineSection, RewardSection, RolloutSection
 from treadle.config.section import Section, seconds, setting
 
-_TRAINING = absent("debug_rollout_only", "the weights never change", fatal=False)
+_TRAINING = absent("debug_rollout_only", "the weights never change", warn=True)
 
 
 class ModelSection(Section):
@@ -29,9 +29,9 @@ class ModelSection(Section):
     ref_load: str | None = setting(
         None,
         when(
-            lambda config: config.algorithm.uses_reference,
+            lambda c: c.algorithm.uses_reference,
             "is not loaded: neither use_kl_loss nor kl_coef is on; set one of them, or drop it",
-            fatal=False,
+            warn=True,
         ),
         path=True,
     )
@@ -59,8 +59,8 @@ class OptimSection(Section):
     """Peak learning rate."""
     min_lr: float = setting(
         0.0,
-        compared("<=", "lr", "is above {}; it is where the decay ends"),
-        choice("lr_decay_style", "linear", "cosine", fatal=False),
+        compared("<=", "lr", "is above lr = {lr}; it is where the decay ends"),
+        choice("lr_decay_style", "linear", "cosine", warn=True),
         ge=0,
     )
     """Learning rate at the end of a decay."""
@@ -71,7 +71,11 @@ class OptimSection(Section):
     lr_decay_steps: int | None = setting(
         None,
         choice("lr_decay_style", "linear", "cosine"),
-        compared(">", "lr_warmup_steps", "must be more than {}: the decay starts after the warm-up"),
+        compared(
+            ">",
+            "lr_warmup_steps",
+            "must be more than lr_warmup_steps = {lr_warmup_steps}: the decay starts after the warm-up",
+        ),
         ge=1,
     )
     """Optimizer steps until min_lr. Default: the whole run."""
@@ -96,8 +100,10 @@ class TrainSection(Section):
     """Passes over the data, instead of num_rollout."""
     start_rollout_id: int | None = setting(
         None,
-        compared("<", "num_rollout", "leaves nothing to do: the run ends after {} (ids from 0)"),
-        absent("load", "the checkpoint says where to start", fatal=False, part="run"),
+        compared(
+            "<", "num_rollout", "leaves nothing to do: the run ends after num_rollout = {num_rollout} (ids from 0)"
+        ),
+        absent("load", "the checkpoint says where to start", warn=True, part="run"),
         ge=0,
     )
     """First rollout id; a loaded checkpoint sets it."""
@@ -107,7 +113,7 @@ class TrainSection(Section):
     """Optimizer steps on each rollout."""
     use_dynamic_batch_size: bool = True
     """Fill micro-batches up to max_tokens_per_gpu instead of a number of samples."""
-    max_tokens_per_gpu: int = setting(8192, given("use_dynamic_batch_size", fatal=False), ge=1)
+    max_tokens_per_gpu: int = setting(8192, given("use_dynamic_batch_size", warn=True), ge=1)
     """Tokens in a micro-batch; a sample that is longer makes a micro-batch of its own."""
     skip_zero_advantage: bool = True
     """Leave samples without advantage out of forward and backward if they add nothing to the loss: same gradient, less work."""
@@ -176,19 +182,13 @@ class DebugSection(Section):
     """Generate and score, never train."""
     debug_train_only: bool = setting(
         False,
-        when(
-            lambda config: not config.debug.debug_rollout_only,
-            "and debug_rollout_only leave nothing to do; keep one of them",
-        ),
+        when(lambda c: not c.debug.debug_rollout_only, "and debug_rollout_only leave nothing to do; keep one of them"),
         needs("load_debug_rollout_data", "the folder of saved rollouts to train from"),
     )
     """Train from saved rollouts, never generate (needs load_debug_rollout_data)."""
     save_debug_rollout_data: str | None = setting(
         None,
-        when(
-            lambda config: not config.debug.debug_train_only,
-            "has nothing to save with debug_train_only; drop one of them",
-        ),
+        when(lambda c: not c.debug.debug_train_only, "has nothing to save with debug_train_only; drop one of them"),
         path=True,
     )
     """Folder to save every rollout in, for load_debug_rollout_data."""

@@ -4,6 +4,7 @@ import pytest
 
 from treadle.catalog import ESTIMATORS
 from treadle.config import Config, check_config, load_config, parse_eval_sets
+from treadle.config.fields import config_fields
 from treadle.errors import ConfigError
 
 SOUND = [
@@ -225,3 +226,10 @@ def test_what_only_a_template_uses_is_noted_without_one():
     names = "system_prompt, tools_key, chat_template_kwargs, continue_final_message"
     assert text.startswith(f"{names} without apply_chat_template reaches only prompts that are lists")
     assert findings(*given, "--apply-chat-template") == []
+
+
+def test_every_condition_has_its_message():
+    """Values of fields stand in it in braces; a name that is no field would be an error in front of the user."""
+    for field in config_fields().values():
+        for condition in field.only_with:
+            assert condition.message(Config()).strip()
