@@ -43,7 +43,7 @@ class BatchArithmetic:
 class RunLength:
     """How long a run is, and where the number of rollouts comes from.
 
-    `leftover_prompts` are the draws that no rollout takes because they don't fill one (with num_epoch only).
+    `leftover_prompts` fill no rollout and are not drawn (with num_epoch only).
     """
 
     num_rollout: int
@@ -55,14 +55,14 @@ class RunLength:
 
     @property
     def epochs(self) -> float | None:
-        """Passes over the data, where its size is known."""
+        """Passes over the data; None if its size is not known."""
         return self.prompts / self.dataset_size if self.dataset_size else None
 
 
 def batch_arithmetic(config: Config) -> BatchArithmetic:
     """Fill in global_batch_size and num_steps_per_rollout; with neither given a rollout is one optimizer step.
 
-    Raises `ConfigError` with the numbers where they don't agree.
+    Raises `ConfigError` with the numbers if they don't agree.
 
         >>> from treadle.config import Config
         >>> print(batch_arithmetic(Config()))
@@ -101,7 +101,7 @@ def known_arithmetic(config: Config) -> BatchArithmetic | None:
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of `number` on both sides of `wanted`.
+    """Return the divisors of `number` on both sides of `wanted`.
 
     >>> _nearest_divisors(128, 100)
     '64 or 128'
@@ -131,7 +131,7 @@ def run_length(config: Config, dataset_size: int | None) -> RunLength:
 
     With num_epoch the rollouts are `dataset_size // rollout_batch_size × num_epoch`: the remainder of each pass is
     carried into the next one, and what is left at the very end is not drawn (`leftover_prompts`). Raises
-    `ConfigError` where neither or both of num_rollout and num_epoch are given, or the data does not fill one rollout.
+    `ConfigError` if neither or both of num_rollout and num_epoch are given, or the data does not fill one rollout.
     """
     rollouts, epochs = config.train.num_rollout, config.train.num_epoch
     prompts = config.rollout.rollout_batch_size
@@ -160,5 +160,5 @@ def run_length(config: Config, dataset_size: int | None) -> RunLength:
 
 
 def num_rollout(config: Config, dataset_size: int | None) -> int:
-    """How many rollouts the run has; see `run_length`."""
+    """Return how many rollouts the run has; see `run_length`."""
     return run_length(config, dataset_size).num_rollout

@@ -59,25 +59,23 @@ def unknown_names(config: Config, parts: set[Part]) -> Iterator[Finding]:
         if not field.names or not isinstance(name, str) or name in field.names:
             continue
         if _PART_OF_SECTION.get(field.section, "run") in parts:
-            yield fault(f"{field.name} {name!r} is unknown{suggestion(name, list(field.names), most_listed=12)}")
+            yield fault(f"{field.name} {name!r} is unknown{suggestion(name, field.names, most_listed=12)}")
 
 
 def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
     """Find fields that were changed and have no effect, by the first condition of each that does not hold."""
-    idle: dict[Condition, list[str]] = {}
+    idle: dict[Condition, dict[str, str]] = {}
     for field in config_fields().values():
-        if config.value(field.name) != field.default:
-            for condition in field.only_with:
-                part = condition.part or _PART_OF_SECTION.get(field.section, "run")
-                if part in parts and not condition.holds(config, config.value(field.name)):
-                    idle.setdefault(condition, []).append(field.name)
-                    break
-    for condition, names in idle.items():
+        value = config.value(field.name)
+        for condition in field.only_with if value != field.default else ():
+            part = condition.part or _PART_OF_SECTION.get(field.section, "run")
+            if part in parts and not condition.holds(config, value):
+                idle.setdefault(condition, {})[field.name] = f"{field.name} = {written(shown(without_secrets(value)))}"
+                break
+    for condition, fields in idle.items():
         text = condition.message(config)
         if condition.together:
-            text = "do" + text.removeprefix("does") if len(names) > 1 and text.startswith("does") else text
-            yield Finding(f"{', '.join(names)} {text}", not condition.warn)
+            text = "do" + text.removeprefix("does") if len(fields) > 1 and text.startswith("does") else text
+            yield Finding(f"{', '.join(fields)} {text} ({', '.join(fields.values())})", not condition.warn)
         else:
-            values = [shown(without_secrets(config.value(name))) for name in names]
-            for name, value in zip(names, values, strict=True):
-                yield Finding(f"{name} = {written(value)} {text}", not condition.warn)
+            yield from (Finding(f"{given} {text}", not condition.warn) for given in fields.values())

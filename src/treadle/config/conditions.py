@@ -24,7 +24,7 @@ class Options(TypedDict, total=False):
     """Keywords of every condition."""
 
     warn: bool  # report it as a warning; otherwise it is a fault
-    together: bool  # report all fields of this condition in one line, without their values
+    together: bool  # report all fields of this condition in one line
     part: Part  # of a run for which it is reported; that of the field's section unless given
 
 
@@ -50,7 +50,9 @@ class Condition:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a recipe has it, but without quotation marks."""
+    """Return a value as a recipe has it, but without quotation marks, and of a table its names."""
+    if isinstance(value, tuple | dict):
+        return " ".join(map(str, value))
     return ("true" if value else "false") if isinstance(value, bool) else str(value)
 
 

@@ -118,7 +118,7 @@ def _print_help(recipe: Mapping[str, Any], prog: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A default as people read it: `on`, `none`, or the value itself."""
+    """Return a default as people read it: `on`, `none`, or the value itself."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list | tuple):

@@ -46,7 +46,7 @@ def load_config(recipe: Path | None, argv: Sequence[str] = (), *, prog: str = "t
 
 
 def _from_toml(field: ConfigField, value: Any) -> Any:
-    """Strict: `"16"` is no integer and `true` is no number. JSON mode, so that a list may become a tuple."""
+    """Read a value of a recipe, strictly: `"16"` is no integer. JSON mode, so that a list may become a tuple."""
     try:
         text = json.dumps(value, default=str)
     except RecursionError:
@@ -57,7 +57,7 @@ def _from_toml(field: ConfigField, value: Any) -> Any:
 
 
 def _from_flag(field: ConfigField, value: Any) -> Any:
-    """Text of the command line; `None` unsets a field that may be unset."""
+    """Read text of the command line; `None` unsets a field that may be unset."""
     if field.optional and value == "None":
         return None
     return field.adapter().validate_python(value)
@@ -70,7 +70,7 @@ def _faults(field: ConfigField, error: ValidationError, recipe: Path | None) -> 
 
 
 def _named(field: ConfigField, value: Any, recipe: Path | None, inner: Sequence[str] = ()) -> str:
-    """A value with the field that holds it, as it was given on the command line or in the recipe, without secrets."""
+    """Return a value with the field that holds it, as it was given on the command line or in the recipe, without secrets."""
     try:
         value = REDACTED if any(names_secret(part, "text") for part in inner) else without_secrets(value)
     except RecursionError:
@@ -85,7 +85,7 @@ def _named(field: ConfigField, value: Any, recipe: Path | None, inner: Sequence[
 
 
 def _remedy(field: ConfigField, message: str) -> str:
-    """Pydantic's sentence, short: `must be greater than or equal to 1`."""
+    """Shorten pydantic's sentence: `must be greater than or equal to 1`."""
     text = (
         message.removeprefix("Value error, ")
         .removeprefix("Input ")

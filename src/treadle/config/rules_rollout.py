@@ -98,7 +98,7 @@ def rewards_are_known(config: Config) -> Iterator[Finding]:
     for where, name in sorted(used):
         if ":" not in name and name not in REWARDS:
             yield fault(
-                f"{where} {name!r} is unknown{suggestion(name, list(REWARDS), most_listed=12)} (your own is package.module:function)"
+                f"{where} {name!r} is unknown{suggestion(name, REWARDS, most_listed=12)} (your own is package.module:function)"
             )
     path = config.reward.custom_rm_path
     if path is not None and not all(path.rpartition(":")[::2]):

@@ -65,7 +65,7 @@ def first_few(faults: Sequence[str], most: int = 3) -> list[str]:
 
 
 def written(value: Any) -> str:
-    r"""A value for a message: on one line, harmless, and not longer than a line.
+    r"""Return a value for a message: on one line, harmless, and not longer than a line.
 
     >>> written("a\nb"), written("x" * 200)[-21:], written(3)
     ("'a\\nb'", 'xxx… (200 characters)', '3')
