@@ -252,10 +252,10 @@ def _model(words: list[str]) -> int:
     fetch.add_argument("--out", type=Path, help="folder to put it in; the default is the cache")
     info = commands.add_parser("info", help="say what a model folder holds")
     info.add_argument("path", help="model folder, hub id, or bundled name")
-    export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
-    export.add_argument("checkpoint", type=Path, help="one checkpoint, or a run or save folder for its newest")
-    export.add_argument("out", type=Path, help="folder to write")
-    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
+    to_hf = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
+    to_hf.add_argument("checkpoint", type=Path, help="one checkpoint, or a run or save folder for its newest")
+    to_hf.add_argument("out", type=Path, help="folder to write")
+    to_hf.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
     given = parser.parse_args(words)
     if given.command == "fetch":
         from treadle.models.bundled import fetch as fetch_model

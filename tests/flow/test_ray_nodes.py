@@ -24,9 +24,9 @@ import pytest
 from treadle.config import Config
 from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError, WorkerLostError
 from treadle.run.ray import placement
-from treadle.run.ray.calls import settle
-from treadle.run.ray.health import Watched, while_alive
-from treadle.run.ray.rank_workers import HEALTH_CHECKS, RankActor, ask_alive
+from treadle.run.ray.calls import Call
+from treadle.run.ray.rank_workers import RankActor
+from treadle.run.ray.worker import HEALTH_CHECKS, BusyWorker, while_alive
 from treadle.storage.private_folder import cache_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -109,7 +109,7 @@ class Refuses:
 def test_what_a_call_of_a_worker_can_end_in(ray_here: Any, starts: bool, how: str, kind: type, text: str) -> None:
     worker = ray_here.remote(Refuses).options(num_cpus=0).remote(starts=starts)
     with pytest.raises(kind, match=text):
-        asyncio.run(settle(worker.ask.remote(how), "the question", 0.5 if how == "late" else 60.0))
+        asyncio.run(Call("the question", worker.ask.remote(how)).value(0.5 if how == "late" else 60.0))
     ray_here.kill(worker)
 
 
@@ -139,11 +139,11 @@ def sleeper(ray_here: Any) -> Iterator[Any]:
 
 
 def watch(actor: Any, work: Coroutine[Any, Any, Any], silence_seconds: float = 60.0) -> Any:
-    return asyncio.run(while_alive(work, [Watched("the rank", ask_alive(actor))], 0.1, silence_seconds))
+    return asyncio.run(while_alive(work, [BusyWorker("the rank", actor)], 0.1, silence_seconds))
 
 
 def test_a_worker_gives_signs_of_life_while_it_works(sleeper: Any) -> None:
-    work = settle(sleeper.sleep_for.remote(3.0), "a nap", 60.0)
+    work = Call("a nap", sleeper.sleep_for.remote(3.0)).value(60.0)
     assert watch(sleeper, work, 1.5) == "slept"
 
 
@@ -173,7 +173,7 @@ def test_a_worker_that_nobody_waits_for_is_missed_when_it_dies(ray_here: Any, sl
 
 def test_a_worker_that_is_stopped_is_lost(ray_here: Any, sleeper: Any) -> None:
     pid = ray_here.get(sleeper.pid.remote(), timeout=60)
-    work = settle(sleeper.sleep_for.remote(0.5), "a nap", 60.0)
+    work = Call("a nap", sleeper.sleep_for.remote(0.5)).value(60.0)
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(WorkerLostError, match=r"^the rank has not answered a health check for 2 s: it hangs"):

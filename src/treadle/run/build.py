@@ -15,7 +15,6 @@ from treadle.models.bundled import resolve
 from treadle.models.context import context_length, context_note
 from treadle.models.load import check_loadable, compute_dtype, load_config, load_model, pick_device
 from treadle.models.value import value_model_of
-from treadle.observe.progress import Progress
 from treadle.rollout.conversation import Conversation, TurnLimits
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
@@ -57,13 +56,11 @@ def longest_prompt(config: Config, model_path: str) -> int:
     return asked or room
 
 
-def load_source(config: Config, codec: Codec, max_prompt: int, progress: Progress) -> PromptSource:
+def load_source(config: Config, codec: Codec, max_prompt: int, warn: Callable[[str], None]) -> PromptSource:
     """The prompts of the run; says how many were too long."""
     source = build_source(config.data, codec=codec, max_prompt_len=max_prompt, seed=config.rollout.rollout_seed)
     if source.num_dropped:
-        progress.warn(
-            f"{source.num_dropped} prompts longer than {max_prompt} tokens are left out; {len(source)} remain"
-        )
+        warn(f"{source.num_dropped} prompts longer than {max_prompt} tokens are left out; {len(source)} remain")
     return source
 
 
@@ -173,7 +170,7 @@ def build_trainer(
     config: Config,
     model: PreTrainedModel | ParallelModel,
     num_rollout: int,
-    progress: Progress,
+    warn: Callable[[str], None],
     teacher_path: str | None = None,
     *,
     critic_elsewhere: bool = False,
@@ -192,12 +189,12 @@ def build_trainer(
         reference = Reference(_load_frozen(config, path, policy.grid), config.algorithm)
     critic = None
     if objective.needs.values and not critic_elsewhere:
-        critic = build_critic(config, policy.grid, num_rollout, progress.warn)
+        critic = build_critic(config, policy.grid, num_rollout, warn)
     teacher = None
     if teacher_path is not None:
         teacher = _load_frozen(config, teacher_path, policy.grid)
     policy_steps = (num_rollout - config.critic.num_critic_only_steps) * arithmetic.num_steps_per_rollout
-    return Trainer(policy, config, arithmetic, policy_steps, reference, progress.warn, critic, teacher)
+    return Trainer(policy, config, arithmetic, policy_steps, reference, warn, critic, teacher)
 
 
 def build_critic(config: Config, grid: Grid, num_rollout: int, warn: Callable[[str], None]) -> Critic:

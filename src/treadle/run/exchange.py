@@ -16,8 +16,8 @@ async def exchange(
     on to its weights until all have them. What went wrong, the engines' part first; empty where all went well.
     """
     if transport in DELIVERS_AFTER:
-        ends = await asyncio.gather(receiving, return_exceptions=True)
+        ends: list[object] = [*await asyncio.gather(receiving, return_exceptions=True)]
         ends += await asyncio.gather(deliver(), return_exceptions=True)
     else:
-        ends = await asyncio.gather(receiving, deliver(), return_exceptions=True)
+        ends = [*await asyncio.gather(receiving, deliver(), return_exceptions=True)]
     return [end for end in ends if isinstance(end, BaseException)]

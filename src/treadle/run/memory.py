@@ -102,11 +102,16 @@ def memory_of_workers(config: Config, shape: ModelShape) -> tuple[WorkerMemory, 
         return (WorkerMemory("process", 1, (weights, *training, *generation)),)
     found = []
     if trains:
-        parts = _model(config, shape, cluster.num_train_workers), _training(config, shape, cluster.num_train_workers)
-        found.append(WorkerMemory("train worker", cluster.num_train_workers, tuple(p for of in parts for p in of)))
-        if _has_critic(config) and (own := cluster.num_critic_workers):
-            parts = _model(config, shape, own), _trained_state(config, shape, own), _activations(config, shape, own)
-            found.append(WorkerMemory("critic worker", own, tuple(p for of in parts for p in of)))
+        ranks, own = cluster.num_train_workers, cluster.num_critic_workers
+        parts = [*_model(config, shape, ranks), *_training(config, shape, ranks)]
+        found.append(WorkerMemory("train worker", ranks, tuple(parts)))
+        if _has_critic(config) and own:
+            parts = [
+                *_model(config, shape, own),
+                *_trained_state(config, shape, own),
+                *_activations(config, shape, own),
+            ]
+            found.append(WorkerMemory("critic worker", own, tuple(parts)))
     if generation:
         found.append(WorkerMemory("engine", cluster.num_engines, (weights, *generation)))
     return tuple(found)

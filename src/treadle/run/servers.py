@@ -241,7 +241,7 @@ class LocalServers:
         """The trainer's end of the transport that was asked for, to these servers."""
         config, asked = self._config, self._config.cluster
         workers = [await engine.num_workers() for engine in engines]
-        name = "shm" if asked.weight_transport == "auto" else asked.weight_transport
+        name: str = "shm" if asked.weight_transport == "auto" else asked.weight_transport
         where = self._place.logs / "weights" if asked.weight_folder is None else Path(asked.weight_folder)
         # A server that is started here is on the trainer's GPU, and two ranks of NCCL can't share one.
         external = config.engine.rollout_external_engine_addrs

@@ -97,7 +97,7 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
     progress.phase("loading the data")
     source = None
     if not config.debug.debug_train_only:
-        source = build.load_source(config, session.codec, session.max_prompt, progress)
+        source = build.load_source(config, session.codec, session.max_prompt, progress.warn)
     if not config.debug.debug_rollout_only:  # a mistake is told before a model is loaded
         check_supplies(build.resolve_objective(config), session.checkpoint)
     teacher = build.find_teacher(config, session.codec, session.max_prompt)
@@ -114,7 +114,9 @@ async def _train(session: Session, recipe_name: str, stop: Stop) -> dict[str, An
         model = await compute.run(build.load_policy, config, path)
         trainer = None
         if not config.debug.debug_rollout_only:
-            trainer = await compute.run(build.build_trainer, config, model, schedule.num_rollout, progress, teacher)
+            trainer = await compute.run(
+                build.build_trainer, config, model, schedule.num_rollout, progress.warn, teacher
+            )
             await compute.run(trainer.try_writing, session.codec.save)
         await compute.run(restore, session, trainer, source)
         scorer = await build.open_scorer(config, config.reward, stack) if source is not None else None

@@ -12,8 +12,9 @@ import stat
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from treadle.config import ClusterSection
 from treadle.errors import ConfigError
@@ -50,27 +51,26 @@ def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
         yield True
         return
     progress.phase("starting Ray" if own else f"joining Ray at {cluster.ray_address}")
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     sessions: Path | None = None
     try:
         keep_token_private(makes_one=own)
         if own:
             sessions = private_sessions()
-            bind = None if cluster.ray_bind_address in LOOPBACK else cluster.ray_bind_address
-            with hangups_ignored():
-                ray.init(
-                    address="local",  # not one that somebody left running here
-                    num_cpus=cluster.ray_num_cpus,
-                    include_dashboard=cluster.ray_dashboard,
-                    dashboard_host=cluster.ray_bind_address,
-                    _node_ip_address=bind,
-                    _temp_dir=str(sessions),
-                    _system_config=NO_IDLE_WORKERS,
-                    **quiet,
-                )
+            options |= {
+                "address": "local",  # not one that somebody left running here
+                "num_cpus": cluster.ray_num_cpus,
+                "include_dashboard": cluster.ray_dashboard,
+                "dashboard_host": cluster.ray_bind_address,
+                "_node_ip_address": None if cluster.ray_bind_address in LOOPBACK else cluster.ray_bind_address,
+                "_temp_dir": str(sessions),
+                "_system_config": NO_IDLE_WORKERS,
+            }
         else:
             reach(str(cluster.ray_address))
-            ray.init(address=cluster.ray_address, **quiet)
+            options["address"] = cluster.ray_address
+        with hangups_ignored() if own else nullcontext():
+            ray.init(**options)
     except Exception as error:  # a node that is slow to start is a bare Exception
         line = (str(error).splitlines() or [repr(error)])[0]
         where = "can't start Ray" if own else f"no Ray at {cluster.ray_address}"

@@ -8,18 +8,18 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from treadle.chat import load_codec
-from treadle.errors import EngineLostError
+from treadle.errors import DeadlineError, EngineError, EngineLostError, TreadleError, WorkerLostError
 from treadle.rollout.engines.base import EnginePart
 from treadle.rollout.engines.server_engine import ServerEngine
 from treadle.rollout.engines.torch_engine import TorchEngine
 from treadle.run import build
 from treadle.run.compute import ComputeThread
 from treadle.run.memory import PeakMemory
-from treadle.run.ray.calls import ask_engine
-from treadle.run.ray.worker_setup import WorkerSetup, enter_worker
+from treadle.run.ray.calls import Call
+from treadle.run.ray.worker import Worker, WorkerActor, WorkerSetup
 from treadle.run.servers import ServerPlace, is_server, open_server
 from treadle.training.host_memory import HostCopies
 from treadle.types import Completion, SamplingParams
@@ -27,13 +27,15 @@ from treadle.weights import Offer, ServedWeights
 from treadle.weights.base import WeightReceiver
 from treadle.weights.named import open_receiver
 
+Result = TypeVar("Result")
 
-class EngineActor:
-    """One engine with its own copy of the model; the process that Ray starts. A server ends with it, however it ends."""
+
+class EngineActor(WorkerActor):
+    """One engine with its own copy of the model. A server ends with this process, however it ends."""
 
     def __init__(self, setup: WorkerSetup, index: int):
-        enter_worker(setup)
-        self._setup, self._index = setup, index
+        super().__init__(setup)
+        self._index = index
         self._engine: TorchEngine | ServerEngine | None = None
         self._served: ServedWeights | None = None
         self._receivers: dict[str, WeightReceiver] = {}
@@ -120,61 +122,75 @@ class EngineActor:
 
 
 class RemoteEngine:
-    """An `Engine` whose work is done by an `EngineActor`. What an engine that is lost was asked raises `EngineLostError`.
+    """An `Engine` whose work is done by an `EngineActor`.
 
-    The samples of a request come together, when the last of them is done.
+    A call of an engine that died or is late raises `EngineLostError`, one that it refuses `EngineError`. The samples of a
+    request come together, when the last of them is done.
     """
 
-    def __init__(self, actor: Any, name: str, answer_seconds: float, weights_seconds: float):
-        self._actor, self._name = actor, name
-        self._answer_seconds, self._weights_seconds = answer_seconds, weights_seconds
+    def __init__(self, worker: Worker[EngineActor], answer_seconds: float, weights_seconds: float):
+        self._worker, self._answer_seconds, self._weights_seconds = worker, answer_seconds, weights_seconds
         self._version = -1
-        self.turn_gib: float | None = None  # the most memory of the last turn, of waking or of sleeping, where known
+        self.turn_gib: float | None = None  # the peak memory of the last turn, of waking or of sleeping, where known
 
     @property
     def version(self) -> int:
         return self._version
 
+    async def start(self, seconds: float) -> int:
+        """Load the model; return the number of processes that receive weights."""
+        return await _answer(self._worker.call("its start", EngineActor.start), seconds)
+
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
     ) -> AsyncIterator[Completion]:
         # Its deadline is the caller's, as for every engine: it knows how long a rollout may take.
-        ref = self._actor.generate.remote(tuple(token_ids), sampling, n)
-        for completion in await ask_engine(ref, self._name, "generation"):
+        call = self._worker.call("generation", EngineActor.generate, tuple(token_ids), sampling, n)
+        for completion in await _answer(call, None):
             yield completion
 
     async def receive(self, offer: Offer) -> None:
         """Bring the engine to the offered weights."""
-        ref = self._actor.receive.remote(offer.to_json())
-        self._version = await ask_engine(ref, self._name, f"weights {offer.version}", self._weights_seconds)
+        call = self._worker.call(f"weights {offer.version}", EngineActor.receive, offer.to_json())
+        self._version = await _answer(call, self._weights_seconds)
 
     async def set_version(self, version: int) -> None:
         """Say what the weights it was loaded with are called."""
-        ref = self._actor.set_version.remote(version)
-        self._version = await ask_engine(ref, self._name, "the version", self._answer_seconds)
+        call = self._worker.call("the version", EngineActor.set_version, version)
+        self._version = await _answer(call, self._answer_seconds)
 
     async def abort(self) -> None:
-        await ask_engine(self._actor.abort.remote(), self._name, "abort", self._answer_seconds)
+        await _answer(self._worker.call("abort", EngineActor.abort), self._answer_seconds)
 
     async def pause(self) -> None:
-        await ask_engine(self._actor.pause.remote(), self._name, "pause", self._answer_seconds)
+        await _answer(self._worker.call("pause", EngineActor.pause), self._answer_seconds)
 
     async def resume(self) -> None:
-        await ask_engine(self._actor.resume.remote(), self._name, "resume", self._answer_seconds)
+        await _answer(self._worker.call("resume", EngineActor.resume), self._answer_seconds)
 
     async def sleep(self) -> None:
-        self.turn_gib = await ask_engine(self._actor.sleep.remote(), self._name, "sleep", self._answer_seconds)
+        self.turn_gib = await _answer(self._worker.call("sleep", EngineActor.sleep), self._answer_seconds)
 
     async def wake(self, part: EnginePart) -> None:
-        ref = self._actor.wake.remote(part)
-        self.turn_gib = await ask_engine(ref, self._name, f"wake {part}", self._answer_seconds)
+        call = self._worker.call(f"wake {part}", EngineActor.wake, part)
+        self.turn_gib = await _answer(call, self._answer_seconds)
 
     async def health(self) -> None:
-        await ask_engine(self._actor.health.remote(), self._name, "health", self._answer_seconds)
+        await _answer(self._worker.call("health", EngineActor.health), self._answer_seconds)
 
     async def close(self) -> None:
-        """End the process, at once."""
-        import ray
-
+        """End the process at once."""
         with suppress(EngineLostError):
-            ray.kill(self._actor)
+            self._worker.kill()
+
+
+async def _answer(call: Call[Result], timeout_seconds: float | None) -> Result:
+    """Return the call's result; raise `EngineLostError` if the engine died or is late, else an `EngineError`."""
+    try:
+        return await call.value(timeout_seconds)
+    except (WorkerLostError, DeadlineError) as error:
+        raise EngineLostError(str(error)) from error
+    except EngineError:
+        raise
+    except TreadleError as error:
+        raise EngineError(str(error)) from error

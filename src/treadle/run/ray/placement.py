@@ -13,7 +13,7 @@ from typing import Any
 
 from treadle.config import ClusterSection, Config
 from treadle.errors import ConfigError, DeadlineError
-from treadle.run.ray.calls import settle
+from treadle.run.ray.calls import Call
 
 SAY_EVERY_SECONDS = 10.0
 _PROBE_SECONDS = 120.0
@@ -111,7 +111,7 @@ async def place(
                     "or raise --placement-timeout-seconds"
                 )
             try:
-                await settle(ready, "a placement", min(SAY_EVERY_SECONDS, left))
+                await Call[None]("a placement", ready).value(min(SAY_EVERY_SECONDS, left))
                 break
             except DeadlineError:
                 note(f"waiting for {text}; the cluster has {_free()}")
@@ -147,7 +147,7 @@ async def _sorted_bundles(group: Any, wanted: Sequence[Mapping[str, float]]) -> 
         for i in range(len(wanted)):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
             refs.append(ray.remote(device).options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy).remote())
-        devices = [await settle(ref, "the number of a GPU", _PROBE_SECONDS) for ref in refs]
+        devices = [await Call[int]("the number of a GPU", ref).value(_PROBE_SECONDS) for ref in refs]
     here = ray.get_runtime_context().get_node_id()
     bundles = [Bundle(i, table[i], addresses[table[i]], devices[i]) for i in range(len(wanted))]
     return sorted(bundles, key=lambda b: (b.node_id != here, _address_key(b.node_ip), b.node_id, b.device, b.index))

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 
-from treadle.errors import DeadlineError, RankError, WorkerLostError
 from treadle.metrics import Metric
 from treadle.models.load import pick_device
 from treadle.run.memory import PeakMemory
-from treadle.run.notes import Note, Notes
-from treadle.run.ray.calls import LOSS_SECONDS, settle
-from treadle.run.ray.health import Watched
+from treadle.run.ray.calls import Call, all_in_time
 from treadle.run.ray.placement import Bundle, Places, worker_options
-from treadle.run.ray.worker_setup import WorkerSetup, enter_worker
-from treadle.run.state import seed_everything, set_random_state
+from treadle.run.ray.worker import HEALTH_CHECKS, BusyWorker, Note, WorkerActor, WorkerSetup
+from treadle.run.state import set_random_state
+from treadle.training.batch_plan import RankShare
 from treadle.training.checkpoint import Checkpoint, find_checkpoint
 from treadle.training.parallel import Grid, ParallelSpec, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
 
-HEALTH_CHECKS = {"health checks": 1}
-"""The group of calls that don't wait for the one that a rank is busy with, and how many of them there are at once."""
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of a group meet: an address of the first one, as the others reach it, and a file or a port there."""
+class Rendezvous:
+    """Where the ranks of a group find each other: an address of the first one, as the others reach it, and a file or a
+    port there."""
 
     rank: int
     size: int
@@ -43,172 +41,138 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank says of a rollout: metrics, and notes to show."""
+    """What a rank returns of a rollout: metrics, and notes to show."""
 
     metrics: Sequence[Metric]
     notes: list[Note]
 
 
-class RankActor:
+class RankActor(WorkerActor):
     """A rank in a process of its own. Calls run one after the other, except health checks."""
 
     def __init__(self, setup: WorkerSetup):
-        enter_worker(setup)
-        self._setup, self._config = setup, setup.config
-        self._notes = Notes()
-        self._meeting_folder: Path | None = None
+        super().__init__(setup)
+        self._rendezvous_folder: Path | None = None
         self._peak_memory = PeakMemory()
-        seed_everything(setup.config.train.seed)
 
-    def meeting_point(self, address: str, *, on_one_node: bool) -> Path | int:
+    def rendezvous(self, address: str, *, on_one_node: bool) -> Path | int:
         """Return where the ranks can find each other.
 
         On one node that is a file in a new folder of this user alone; else a port that nobody listens on.
         """
         if on_one_node:
-            self._meeting_folder = Path(tempfile.mkdtemp(prefix="treadle-ranks-"))
-            return self._meeting_folder / "store"
+            self._rendezvous_folder = Path(tempfile.mkdtemp(prefix="treadle-ranks-"))
+            return self._rendezvous_folder / "store"
         with socket.socket() as probe:
             probe.bind((address, 0))
             return int(probe.getsockname()[1])
 
-    def alive(self) -> None:
-        """Answer a health check, also while another call runs."""
-
     def close(self) -> None:
         leave_ranks()
-        if self._meeting_folder is not None:
-            shutil.rmtree(self._meeting_folder, ignore_errors=True)
+        if self._rendezvous_folder is not None:
+            shutil.rmtree(self._rendezvous_folder, ignore_errors=True)
 
-    def _meet(self, meeting: Meeting) -> Grid:
-        spec = ParallelSpec.of(self._config, meeting.size)
+    def _join(self, group: Rendezvous) -> Grid:
+        spec = ParallelSpec.of(self._config, group.size)
         device = pick_device(self._config.model.device)
         if spec.num_ranks > 1:
-            seconds, at = spec.timeout_seconds, meeting.at
+            seconds = spec.timeout_seconds
             join_ranks(
-                meeting.rank, spec.num_ranks, at=at, device=device, timeout_seconds=seconds, address=meeting.address
+                group.rank, group.size, at=group.at, device=device, timeout_seconds=seconds, address=group.address
             )
         return build_grid(spec, device)
 
     def _found(self, checkpoint: str) -> Checkpoint:
-        """The checkpoint to start from; random numbers go on where it was taken."""
+        """Return the checkpoint to start from, and set the random generators to where it was taken."""
         found = find_checkpoint(Path(checkpoint), self._notes.warn)
         set_random_state(found.entry("random", dict))
         return found
 
-    def _turn_ends(self, device: torch.device, move: Callable[[], object]) -> float:
-        """Have `move` free memory for others or take it back; the most of the turn before, in GiB. The move itself
-        counts for neither turn."""
-        most = self._peak_memory.turn(device.type)
+    def _end_turn(self, device: torch.device, move: Callable[[], object]) -> float:
+        """Have `move` free memory for others or take it back, and return the peak memory of the turn before, in GiB.
+
+        The move itself counts for neither turn.
+        """
+        peak = self._peak_memory.turn(device.type)
         move()
         self._peak_memory.turn(device.type)
-        return most
+        return peak
 
-    def _memory(self, device: torch.device, *, speaks: bool) -> list[Metric]:
-        """The most memory this process had; the one that `speaks` says what it is now, too."""
+    def _memory(self, device: torch.device, *, reports_current: bool) -> list[Metric]:
+        """Return the peak memory of this process, and on the rank that reports it what it is now."""
         now, peak = self._peak_memory.metrics(device.type)
-        return [now, peak] if speaks else [peak]
+        return [now, peak] if reports_current else [peak]
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A remote call in flight, and what to say where it fails."""
-
-    what: str
-    ref: Any
+Rank = TypeVar("Rank", bound=RankActor)
 
 
-def ask_alive(actor: Any) -> Callable[[], Any]:
-    """Return the call that checks the health of a rank."""
-    (group,) = HEALTH_CHECKS
-    ask: Callable[[], Any] = actor.alive.options(concurrency_group=group).remote
-    return ask
+class RankGroup(Generic[Rank]):
+    """All ranks of one model, as the driver calls them."""
 
-
-class RankGroup:
-    """All ranks of one model, as the driver uses them."""
-
-    def __init__(self, kind: type[RankActor], name: str, setup: WorkerSetup, places: Places, *args: Any):
+    def __init__(
+        self, kind: type[Rank], name: str, setup: WorkerSetup, places: Places, bundles: Sequence[Bundle], *args: Any
+    ):
         import ray
 
-        self.name, self.config, self.bundles = name, setup.config, self._bundles(places)
-        self.spec = ParallelSpec.of(setup.config, len(self.bundles))
+        self.spec = ParallelSpec.of(setup.config, len(bundles))
+        self._config, self._bundles = setup.config, bundles
+        self._data_ranks: list[int] = []  # which share of the samples each rank has
         shares = setup.config.cluster.colocate
-        actor = ray.remote(concurrency_groups=HEALTH_CHECKS)(kind)
-        self.actors = [
-            actor.options(**worker_options(setup.config, places, bundle, shares=shares)).remote(setup, *args)
-            for bundle in self.bundles
+        remote: Any = ray.remote  # its types know no concurrency groups
+        actor = remote(concurrency_groups=HEALTH_CHECKS)(kind)
+        self.workers: list[BusyWorker[Rank]] = []
+        for rank, bundle in enumerate(bundles):
+            handle = actor.options(**worker_options(setup.config, places, bundle, shares=shares)).remote(setup, *args)
+            self.workers.append(BusyWorker(name if len(bundles) == 1 else f"{name} {rank}", handle))
+
+    async def build(
+        self,
+        method: Callable[[Rank, Rendezvous, int, str | None], int],
+        num_rollout: int,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Have all ranks join, load their models with this method and go to where the checkpoint was taken."""
+        seconds = self._config.cluster.worker_start_timeout_seconds
+        address = self._bundles[0].node_ip
+        on_one_node = len({bundle.node_ip for bundle in self._bundles}) == 1
+        at = (
+            await self.workers[0].call("start", RankActor.rendezvous, address, on_one_node=on_one_node).in_time(seconds)
+        )
+        path, size = None if checkpoint is None else str(checkpoint.path), len(self.workers)
+        calls = [
+            worker.call("loading the models", method, Rendezvous(rank, size, address, at), num_rollout, path)
+            for rank, worker in enumerate(self.workers)
         ]
-        self._data_ranks: list[int] = []
+        self._data_ranks = await all_in_time(calls, seconds)
 
-    def _bundles(self, places: Places) -> tuple[Bundle, ...]:
-        raise NotImplementedError
+    def call(
+        self,
+        what: str,
+        method: Callable[Concatenate[Rank, Given], Result],
+        *args: Given.args,
+        **kwargs: Given.kwargs,
+    ) -> list[Call[Result]]:
+        """Start the same call on all ranks."""
+        return [worker.call(what, method, *args, **kwargs) for worker in self.workers]
 
-    async def build(self, num_rollout: int, checkpoint: Checkpoint | None) -> None:
-        """Have all ranks meet, load their models and go to where the checkpoint was taken."""
-        seconds = self.config.cluster.worker_start_timeout_seconds
-        address = self.bundles[0].node_ip
-        on_one_node = len({bundle.node_ip for bundle in self.bundles}) == 1
-        point = self.actors[0].meeting_point.remote(address, on_one_node=on_one_node)
-        (at,) = await all_of([Call(f"{self.name}: the first one to start", point)], seconds)
-        path = None if checkpoint is None else str(checkpoint.path)
-        size = len(self.actors)
-        refs = [
-            actor.build.remote(Meeting(rank, size, address, at), num_rollout, path)
-            for rank, actor in enumerate(self.actors)
-        ]
-        self._data_ranks = await all_of(self.calls("the start", refs), seconds)
-
-    def put(self, shares: Sequence[Any]) -> list[Any]:
-        """One reference for each rank, to the share of its samples; neighbours with the same samples get the same."""
+    def call_with_shares(
+        self,
+        what: str,
+        method: Callable[Concatenate[Rank, RankShare, Given], Result],
+        shares: Sequence[RankShare],
+        *args: Given.args,
+        **kwargs: Given.kwargs,
+    ) -> list[Call[Result]]:
+        """Start the same call on all ranks, each with its share, of which the object store holds one copy."""
         import ray
 
-        refs = [ray.put(share) for share in shares]
-        return [refs[rank] for rank in self._data_ranks]
+        refs: list[Any] = [ray.put(share) for share in shares]
+        return [
+            worker.call(what, method, refs[data_rank], *args, **kwargs)
+            for worker, data_rank in zip(self.workers, self._data_ranks, strict=True)
+        ]
 
-    def one_each(self, refs: Sequence[Any]) -> list[Any]:
-        """Of results of all ranks those of one rank for each share."""
-        return list(dict(zip(self._data_ranks, refs, strict=True)).values())
-
-    def calls(self, what: str, refs: Sequence[Any]) -> list[Call]:
-        """The calls of the ranks, or of the first ones, with a name each."""
-        return [Call(f"{name}: {what}", ref) for name, ref in zip(self.names, refs, strict=False)]
-
-    @property
-    def names(self) -> list[str]:
-        """What each rank is called."""
-        count = len(self.actors)
-        return [self.name if count == 1 else f"{self.name} {rank}" for rank in range(count)]
-
-    def watched(self) -> list[Watched]:
-        """The ranks, with the call that checks their health."""
-        return [Watched(name, ask_alive(actor)) for name, actor in zip(self.names, self.actors, strict=True)]
-
-    def sleeping(self) -> list[Call]:
-        """Each gives the most memory of the turn that ends, as `waking` does."""
-        return self.calls("sleep", [actor.sleep.remote() for actor in self.actors])
-
-    def waking(self) -> list[Call]:
-        return self.calls("wake", [actor.wake.remote() for actor in self.actors])
-
-
-async def all_of(calls: Sequence[Call], seconds: float) -> list[Any]:
-    """The values of calls that go on side by side. A rank that dies or is late is a `WorkerLostError`: the run can be
-    resumed. Of several errors the first one that names a dead rank is raised, or else the first."""
-    pending: list[Coroutine[Any, Any, Any]] = [settle(call.ref, call.what, seconds) for call in calls]
-    tasks = [asyncio.create_task(call) for call in pending]
-    try:
-        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting:
-            await asyncio.wait(waiting, timeout=LOSS_SECONDS)
-        errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
-        if not errors:
-            return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    error = next((e for e in errors if isinstance(e, WorkerLostError)), errors[0])
-    if isinstance(error, RankError | DeadlineError):
-        raise WorkerLostError(str(error)) from error
-    raise error
+    def one_of_each_share(self, calls: Sequence[Call[Result]]) -> list[Any]:
+        """Return references to the results of one rank for each share."""
+        return list(dict(zip(self._data_ranks, (call.ref for call in calls), strict=True)).values())

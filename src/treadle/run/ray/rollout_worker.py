@@ -18,14 +18,12 @@ from treadle.rollout.engines.pool import EnginePool, OnPublish
 from treadle.rollout.filters import load_filter
 from treadle.run import build
 from treadle.run.loop import Collection
-from treadle.run.notes import Note, Notes
-from treadle.run.ray.calls import ask_engine
 from treadle.run.ray.engine_worker import EngineActor, RemoteEngine
 from treadle.run.ray.placement import Places, worker_options
-from treadle.run.ray.worker_setup import WorkerSetup, enter_worker
+from treadle.run.ray.worker import Note, Worker, WorkerActor, WorkerSetup
 from treadle.run.rollouts import Generation, Rollouts
 from treadle.run.servers import is_server, pool_limits
-from treadle.run.state import random_state, seed_everything, set_random_state
+from treadle.run.state import random_state, set_random_state
 from treadle.types import Group
 from treadle.weights import Offer
 from treadle.weights.named import HOLDS_EVERYTHING
@@ -41,14 +39,13 @@ class RolloutStatus:
     wants_weights: bool
 
 
-class RolloutActor:
+class RolloutActor(WorkerActor):
     """The rollout worker of a run. It starts and restarts the engines."""
 
     def __init__(self, setup: WorkerSetup, places: Places):
-        enter_worker(setup)
-        self._setup, self._config, self._places = setup, setup.config, places
+        super().__init__(setup)
+        self._places = places
         self._codec = load_codec(setup.model_path, setup.config.data.template_kwargs)
-        self._notes = Notes()
         self._num_workers: dict[int, int] = {}  # by engine
         self._stack = AsyncExitStack()
         self._phase: tuple[str, int, int] | None = None
@@ -57,13 +54,13 @@ class RolloutActor:
         self._version: int | None = None  # of weights that engines were loaded with, in a run that never trains
         self._engines: dict[int, RemoteEngine] = {}  # the newest of each seat of the pool
         self._waiting = 0  # engines that were restarted and can get weights by the next publish only
-        seed_everything(setup.config.train.seed)
 
     async def load(self) -> int:
         """Read the prompts; how many there are."""
         config, codec, longest = self._config, self._codec, self._setup.max_prompt
-        self._source = await asyncio.to_thread(build.load_source, config, codec, longest, self._notes)
-        return len(self._source)
+        source = await asyncio.to_thread(build.load_source, config, codec, longest, self._notes.warn)
+        self._source = source
+        return len(source)
 
     async def open(self) -> None:
         """Start engines and rewards, and load the evaluation sets."""
@@ -93,15 +90,15 @@ class RolloutActor:
 
         cluster = self._config.cluster
         options = worker_options(self._config, self._places, self._places.engines[index], shares=cluster.colocate)
-        actor = ray.remote(EngineActor).options(**options).remote(self._setup, index)
-        name = f"engine {index}"
+        handle = ray.remote(EngineActor).options(**options).remote(self._setup, index)
+        limits = cluster.health_check_timeout_seconds, cluster.train_timeout_seconds
+        engine = RemoteEngine(Worker(f"engine {index}", handle), *limits)
         seconds = cluster.worker_start_timeout_seconds
         if is_server(self._config):
             seconds += self._config.engine.engine_start_timeout_seconds
-        self._num_workers[index] = await ask_engine(actor.start.remote(), name, "its start", seconds)
-        limits = cluster.health_check_timeout_seconds, cluster.train_timeout_seconds
-        self._engines[index] = RemoteEngine(actor, name, *limits)
-        return self._engines[index]
+        self._num_workers[index] = await engine.start(seconds)
+        self._engines[index] = engine  # not before: a process that did not start ends when nothing refers to it
+        return engine
 
     async def _restart_engine(self, index: int) -> Engine:
         """The same with the weights that the others have: from the offer, or by a publish that the driver is asked for."""
@@ -189,9 +186,6 @@ class RolloutActor:
 
     async def status(self) -> RolloutStatus:
         return RolloutStatus(self._phase, self._notes.take(), self._waiting > 0)
-
-    async def alive(self) -> None:
-        """Answer a health check."""
 
     async def close(self) -> None:
         await self._stack.aclose()

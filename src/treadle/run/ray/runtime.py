@@ -13,10 +13,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from treadle.config import Config
-from treadle.errors import DeadlineError, EngineLostError, WorkerLostError
+from treadle.errors import EngineLostError, WorkerLostError
 from treadle.metrics import Metric, metric
 from treadle.rollout.engines.pool import PUBLISH_TRIES
 from treadle.run import build
@@ -24,14 +24,13 @@ from treadle.run.differences import check_supplies
 from treadle.run.exchange import exchange
 from treadle.run.lease import FreeLease, Holder, Lease
 from treadle.run.loop import Collection, Schedule, train_loop
-from treadle.run.notes import Note
-from treadle.run.ray.calls import settle
+from treadle.run.ray.calls import Call
 from treadle.run.ray.connection import ray_running
-from treadle.run.ray.health import Watched, while_alive
 from treadle.run.ray.placement import Places, place, release, until_gone
-from treadle.run.ray.rollout_worker import RolloutActor, RolloutStatus
+from treadle.run.ray.rank_workers import RankActor
+from treadle.run.ray.rollout_worker import RolloutActor
 from treadle.run.ray.train_workers import TrainGroup
-from treadle.run.ray.worker_setup import WorkerSetup
+from treadle.run.ray.worker import Note, Worker, WorkerSetup, while_alive
 from treadle.run.record import Outputs, Record
 from treadle.run.rollouts import saved_rollout
 from treadle.run.servers import transport_name
@@ -40,6 +39,8 @@ from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.checkpoint import PREFIX, find_checkpoint
 from treadle.types import Group
 from treadle.weights.named import TransportPlan
+
+Result = TypeVar("Result")
 
 STATUS_SECONDS = 0.3
 CLOSE_SECONDS = 20.0
@@ -52,13 +53,13 @@ class Workers:
     """Handles of the run's workers; None for a half of the loop that does not run."""
 
     places: Places
-    rollout: Any
+    rollout: Worker[RolloutActor] | None
     trainer: TrainGroup | None
 
-    def watched(self) -> list[Watched]:
-        """All workers, with the call that checks their health."""
-        rollout = [] if self.rollout is None else [Watched("rollout worker", self.rollout.alive.remote)]
-        return rollout + ([] if self.trainer is None else self.trainer.watched())
+    @property
+    def all(self) -> list[Worker[Any]]:
+        rollout: list[Worker[Any]] = [] if self.rollout is None else [self.rollout]
+        return rollout + ([] if self.trainer is None else [*self.trainer.workers])
 
 
 class ClusterParts:
@@ -66,7 +67,7 @@ class ClusterParts:
 
     def __init__(self, config: Config, schedule: Schedule, outputs: Outputs, workers: Workers):
         self.config, self.schedule, self.out = config, schedule, outputs
-        self.rollout, self.trainer = workers.rollout, workers.trainer
+        self._rollout, self.trainer = workers.rollout, workers.trainer
         self.written = Record(config, schedule, outputs)
         self.saved: int | None = None  # the newest checkpoint of this attempt
         self._version = schedule.start_rollout_id  # of the weights that the engines have
@@ -76,12 +77,20 @@ class ClusterParts:
         self._again: asyncio.Task[None] | None = None
         self._turns: list[Metric] = []  # memory of those who gave theirs up or took it back, since the last rollout
 
+        # Of a call that may have to wait for requests in flight.
+        self._seconds = config.rollout.rollout_timeout_seconds + config.cluster.worker_start_timeout_seconds
+
+    @property
+    def rollout(self) -> Worker[RolloutActor]:
+        assert self._rollout is not None, "nothing generates in this run"
+        return self._rollout
+
     # The loop's parts
 
     async def collect(self, rollout_id: int) -> Collection:
         if self.config.debug.debug_train_only:
             return saved_rollout(self.config, rollout_id)
-        collection: Collection = await self._watched(self.rollout.collect.remote(rollout_id), f"rollout {rollout_id}")
+        collection = await self._watched(self.rollout.call(f"rollout {rollout_id}", RolloutActor.collect, rollout_id))
         self.written.rollout(rollout_id, collection.groups)
         return collection
 
@@ -96,19 +105,21 @@ class ClusterParts:
         return trained.metrics
 
     async def publish(self, version: int) -> Sequence[Metric]:
-        if self.rollout is None:
+        if self._rollout is None:
             return []
         began = time.perf_counter()
         async with self._publishing:
             if self._engines_asleep:
-                self._turns += await self._ask_rollout("onload_weights")
+                self._turns += await self.rollout.call("onload of weights", RolloutActor.onload_weights).in_time(
+                    self._seconds
+                )
             await self._exchange(version)
             self._version, self._trainer_ahead = version, False
         return [metric("perf/publish_seconds", time.perf_counter() - began)]
 
     async def evaluate(self, done: int) -> None:
         began = time.perf_counter()
-        found = await self._watched(self.rollout.evaluate.remote(), f"evaluation after {done} rollouts")
+        found = await self._watched(self.rollout.call(f"evaluation after {done} rollouts", RolloutActor.evaluate))
         self.written.evaluation(done, found, time.perf_counter() - began)
 
     async def save(self, done: int, *, last: bool = False) -> Sequence[Metric] | None:
@@ -125,8 +136,8 @@ class ClusterParts:
         """A lease where engines and trainer share devices: the other side sleeps."""
         cluster = self.config.cluster
         if holder == "training":
-            if self.rollout is not None and cluster.offload_rollout and not self._engines_asleep:
-                self._turns += await self._ask_rollout("offload")
+            if self._rollout is not None and cluster.offload_rollout and not self._engines_asleep:
+                self._turns += await self.rollout.call("offload", RolloutActor.offload).in_time(self._seconds)
                 self._engines_asleep = True
             if self.trainer is not None and self._trainer_asleep:
                 self._turns += await self.trainer.wake()
@@ -136,7 +147,7 @@ class ClusterParts:
                 self._turns += await self.trainer.sleep()
                 self._trainer_asleep = True
             if self._engines_asleep:
-                await self._ask_rollout("onload_kv")
+                await self.rollout.call("onload of the KV cache", RolloutActor.onload_kv).in_time(self._seconds)
                 self._engines_asleep = False
         yield
 
@@ -150,19 +161,22 @@ class ClusterParts:
 
     async def _save(self, done: int) -> None:
         assert self.trainer is not None
-        state = {} if self.rollout is None else await self._ask_rollout("state", done)
+        state = {}
+        if self._rollout is not None:
+            state = await self._rollout.call("its part of a save", RolloutActor.state, done).in_time(self._seconds)
         await self.trainer.save(self.out.checkpoints, done, state)
         self.saved = done
 
     async def _exchange(self, version: int) -> None:
         """Offer, receive and deliver; again where an engine is lost on the way."""
         if self.trainer is None:
-            await self._ask_rollout("set_version", version)
+            await self.rollout.call("the version", RolloutActor.set_version, version).in_time(self._seconds)
             return
         for tries_left in reversed(range(PUBLISH_TRIES)):
-            await self._ask_rollout("prepare", self.config.cluster.on_publish)
+            on_publish = self.config.cluster.on_publish
+            await self.rollout.call("a pause for new weights", RolloutActor.prepare, on_publish).in_time(self._seconds)
             offer = await self.trainer.offer(version)
-            receiving = self._ask_rollout("receive", offer)
+            receiving = self.rollout.call("new weights", RolloutActor.receive, offer).in_time(self._seconds)
             errors = await exchange(offer["transport"], receiving, partial(self.trainer.deliver, version))
             if not errors:
                 return
@@ -181,22 +195,22 @@ class ClusterParts:
                 self._trainer_asleep = False
             await self._exchange(self._version)
 
-    async def _watched(self, ref: Any, what: str) -> Any:
-        """The result of a long call of the rollout worker, which keeps the deadline; what it says meanwhile is shown."""
-        call = asyncio.create_task(settle(ref, what, None))
+    async def _watched(self, call: Call[Result]) -> Result:
+        """Return the result of a long call of the rollout worker, which keeps the deadline; show its notes meanwhile."""
+        waiting = asyncio.create_task(call.value())
         try:
-            while not call.done():
-                await asyncio.wait((call,), timeout=STATUS_SECONDS)
+            while not waiting.done():
+                await asyncio.wait((waiting,), timeout=STATUS_SECONDS)
                 await self._look()
-            return call.result()
+            return waiting.result()
         finally:
-            if not call.done():
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
 
     async def _look(self) -> None:
         seconds = self.config.cluster.worker_silence_seconds
-        seen: RolloutStatus = await _ask(self.rollout.status.remote(), "the status of the rollout worker", seconds)
+        seen = await self.rollout.call("its status", RolloutActor.status).in_time(seconds)
         self._show(seen.notes)
         if seen.phase is not None and not self._trainer_ahead:
             self.out.progress.phase(*seen.phase)
@@ -209,19 +223,6 @@ class ClusterParts:
     def _show(self, notes: Sequence[Note]) -> None:
         for kind, text in notes:
             (self.out.progress.warn if kind == "warn" else self.out.progress.note)(text)
-
-    async def _ask_rollout(self, name: str, *args: Any) -> Any:
-        """A call of the rollout worker that may have to wait for requests in flight."""
-        seconds = self.config.rollout.rollout_timeout_seconds + self.config.cluster.worker_start_timeout_seconds
-        return await _ask(getattr(self.rollout, name).remote(*args), f"rollout worker: {name}", seconds)
-
-
-async def _ask(ref: Any, what: str, seconds: float) -> Any:
-    """The value of a call; a worker that is late is as lost as one that died."""
-    try:
-        return await settle(ref, what, seconds)
-    except DeadlineError as error:
-        raise WorkerLostError(str(error)) from error
 
 
 async def train_on_cluster(session: Session, recipe_name: str, stop: Stop) -> dict[str, Any]:
@@ -296,7 +297,7 @@ class _Attempt:
             cluster = config.cluster
             await while_alive(
                 self._drive(parts, workers),
-                workers.watched(),
+                workers.all,
                 cluster.health_check_interval_seconds,
                 cluster.worker_silence_seconds,
             )
@@ -305,7 +306,9 @@ class _Attempt:
         """Give the engines their first weights, then run the loop."""
         config, progress, schedule = parts.config, self.session.progress, parts.schedule
         if workers.rollout is not None and workers.trainer is not None:
-            receivers = await _ask(workers.rollout.num_receivers.remote(), "the number of engines", CLOSE_SECONDS)
+            receivers = await workers.rollout.call("the number of engines", RolloutActor.num_receivers).in_time(
+                CLOSE_SECONDS
+            )
             await workers.trainer.connect(_transport(config, workers.places, receivers, parts.out.folder.path))
         await parts.publish(schedule.start_rollout_id)
         progress.start(schedule.num_rollout, schedule.start_rollout_id)
@@ -320,7 +323,7 @@ class _Attempt:
         seconds = session.config.cluster.worker_start_timeout_seconds
         num_prompts = None
         if workers.rollout is not None:
-            num_prompts = await _ask(workers.rollout.load.remote(), "the rollout worker to load its data", seconds)
+            num_prompts = await workers.rollout.call("loading the data", RolloutActor.load).in_time(seconds)
         schedule = schedule_of(session, num_prompts)
         if self.outputs is None and is_finished(session, schedule):
             return None
@@ -328,12 +331,13 @@ class _Attempt:
         if workers.trainer is not None:
             waits.append(workers.trainer.build(schedule.num_rollout, checkpoint))
         if workers.rollout is not None:
-            waits.append(_ask(workers.rollout.open.remote(), "the engines to load their model", seconds))
+            waits.append(workers.rollout.call("starting the engines", RolloutActor.open).in_time(seconds))
+            what = "finding its place in the data"
             if checkpoint is not None:
-                ref = workers.rollout.load_state.remote(dict(checkpoint.state))
+                call = workers.rollout.call(what, RolloutActor.load_state, dict(checkpoint.state))
             else:
-                ref = workers.rollout.skip.remote(session.start_rollout_id)
-            waits.append(_ask(ref, "the rollout worker to find its place in the data", seconds))
+                call = workers.rollout.call(what, RolloutActor.skip, session.start_rollout_id)
+            waits.append(call.in_time(seconds))
         await asyncio.gather(*waits)
         if checkpoint is not None:
             session.progress.note(f"resuming at rollout {checkpoint.rollout_id} from {checkpoint.path}")
@@ -349,14 +353,12 @@ def _start_workers(session: Session, places: Places, teacher: str | None) -> Wor
     if config.debug.debug_rollout_only and session.checkpoint is not None:  # no trainer that would load it
         path = str(session.checkpoint.path / "model")
     setup = WorkerSetup.here(config, path, session.max_prompt)
-    rollout = trainer = None
+    rollout: Worker[RolloutActor] | None = None
+    trainer = None
     if places.engines:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        rollout = (
-            ray.remote(RolloutActor)
-            .options(num_cpus=0, scheduling_strategy=here, max_concurrency=MANY_CALLS, max_restarts=0)
-            .remote(setup, places)
-        )
+        options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": MANY_CALLS, "max_restarts": 0}
+        rollout = Worker("rollout worker", ray.remote(RolloutActor).options(**options).remote(setup, places))
     if places.train:
         trainer = TrainGroup(setup, places, teacher, session.progress.warn)
     return Workers(places, rollout, trainer)
@@ -365,7 +367,7 @@ def _start_workers(session: Session, places: Places, teacher: str | None) -> Wor
 def _transport(config: Config, places: Places, receivers: int, folder: Path) -> TransportPlan:
     """The transport of this run; `auto` is shared memory on one node, else a broadcast."""
     cluster = config.cluster
-    name = cluster.weight_transport
+    name: str = cluster.weight_transport
     if name == "auto":
         name = "shm" if places.on_one_node else "broadcast"
     folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
@@ -378,11 +380,12 @@ def _transport(config: Config, places: Places, receivers: int, folder: Path) -> 
 
 async def _end(workers: Workers) -> None:
     """Let the workers end what they hold, all at once, then end them."""
-    import ray
-
-    actors = [*([] if workers.rollout is None else [workers.rollout])]
-    actors += [] if workers.trainer is None else workers.trainer.all_actors
-    ends = [settle(actor.close.remote(), "a worker to end", CLOSE_SECONDS) for actor in actors]
-    await asyncio.gather(*ends, return_exceptions=True)  # one of them may be lost already
-    for actor in actors:
-        ray.kill(actor)
+    ends: list[Call[None]] = []
+    if workers.rollout is not None:
+        ends.append(workers.rollout.call("its end", RolloutActor.close))
+    if workers.trainer is not None:
+        ends += [worker.call("its end", RankActor.close) for worker in workers.trainer.workers]
+    waits = [call.value(CLOSE_SECONDS) for call in ends]
+    await asyncio.gather(*waits, return_exceptions=True)  # one of them may be lost already
+    for worker in workers.all:
+        worker.kill()

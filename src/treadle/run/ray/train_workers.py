@@ -23,13 +23,13 @@ from treadle.chat import load_codec
 from treadle.config import batch_arithmetic, recorded
 from treadle.metrics import Metric, metric
 from treadle.run import build
-from treadle.run.ray.critic_workers import CriticActor, CriticGroup
-from treadle.run.ray.health import Watched
-from treadle.run.ray.placement import Bundle, Places
-from treadle.run.ray.rank_workers import Meeting, RankActor, RankGroup, Trained, all_of
-from treadle.run.ray.worker_setup import WorkerSetup
+from treadle.run.ray.calls import Call, all_in_time
+from treadle.run.ray.critic_workers import CriticActor
+from treadle.run.ray.placement import Places
+from treadle.run.ray.rank_workers import RankActor, RankGroup, Rendezvous, Trained
+from treadle.run.ray.worker import BusyWorker, WorkerSetup
 from treadle.run.state import random_state
-from treadle.training.batch_plan import PlannedRollout, Planner, RankShare, TokenNumbers, numbers_at
+from treadle.training.batch_plan import Planner, RankShare, TokenNumbers, numbers_at
 from treadle.training.checkpoint import Checkpoint, save_checkpoint
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.worker import Rollout
@@ -49,14 +49,14 @@ class TrainActor(RankActor):
         self._saves = 0
         self._rollout: Rollout | None = None  # where it is trained in parts
 
-    def build(self, meeting: Meeting, num_rollout: int, checkpoint: str | None) -> int:
-        """Join the ranks and load model, reference, critic and teacher, then the checkpoint; which share is this rank's."""
+    def build(self, group: Rendezvous, num_rollout: int, checkpoint: str | None) -> int:
+        """Join the ranks and load all models, then the checkpoint; return which share is this rank's."""
         config = self._config
-        grid = self._meet(meeting)
+        grid = self._join(group)
         model = build.load_on_ranks(config, self._setup.model_path, grid)
         elsewhere = config.cluster.num_critic_workers > 0
         self._trainer = build.build_trainer(
-            config, model, num_rollout, self._notes, self._teacher_path, critic_elsewhere=elsewhere
+            config, model, num_rollout, self._notes.warn, self._teacher_path, critic_elsewhere=elsewhere
         )
         if grid.is_first:
             self._trainer.try_writing(load_codec(self._setup.model_path).save)
@@ -91,8 +91,8 @@ class TrainActor(RankActor):
         return self._trained(self._trainer.take_steps(rollout, rollout_id))
 
     def _trained(self, metrics: Sequence[Any]) -> Trained:
-        speaks = self._trainer.policy.grid.is_first
-        return Trained([*metrics, *self._memory(self._trainer.device, speaks=speaks)], self._notes.take())
+        memory = self._memory(self._trainer.device, reports_current=self._trainer.policy.grid.is_first)
+        return Trained([*metrics, *memory], self._notes.take())
 
     def save(self, folder: Path, done: int, state: dict[str, Any], critic: Path | None) -> None:
         """Write a checkpoint with all ranks; `state` is what the other parts of the run need to resume, `critic` where
@@ -164,10 +164,10 @@ class TrainActor(RankActor):
 
     def sleep(self) -> float:
         """Move weights and optimizer off the device, nothing on a CPU; the most memory of the turn that ends, in GiB."""
-        return self._turn_ends(self._trainer.device, self._trainer.sleep)
+        return self._end_turn(self._trainer.device, self._trainer.sleep)
 
     def wake(self) -> float:
-        return self._turn_ends(self._trainer.device, self._trainer.wake)
+        return self._end_turn(self._trainer.device, self._trainer.wake)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -202,96 +202,95 @@ class _Told:
         self._left = []
 
 
-class TrainGroup(RankGroup):
-    """All ranks of the policy, and of a critic of its own where there is one. A rank that dies or is late is a
+class TrainGroup:
+    """All ranks of the policy, and of a critic of its own if there is one. A rank that dies or is late raises
     `WorkerLostError`: the run can be resumed."""
 
     def __init__(self, setup: WorkerSetup, places: Places, teacher_path: str | None, warn: Callable[[str], None]):
-        super().__init__(TrainActor, "train worker", setup, places, teacher_path)
         self._seconds = setup.config.cluster.train_timeout_seconds
-        self._planner = Planner(setup.config, batch_arithmetic(setup.config), self.spec.num_data_ranks, warn)
-        self._critic = CriticGroup(CriticActor, "critic worker", setup, places) if places.critic else None
-
-    def _bundles(self, places: Places) -> tuple[Bundle, ...]:
-        return places.train
+        self._policy = RankGroup(TrainActor, "train worker", setup, places, places.train, teacher_path)
+        self._critic = RankGroup(CriticActor, "critic worker", setup, places, places.critic) if places.critic else None
+        num_shares = self._policy.spec.num_data_ranks
+        self._planner = Planner(setup.config, batch_arithmetic(setup.config), num_shares, warn)
 
     @property
-    def all_actors(self) -> list[Any]:
-        return [*self.actors, *([] if self._critic is None else self._critic.actors)]
-
-    def watched(self) -> list[Watched]:
-        return [*super().watched(), *([] if self._critic is None else self._critic.watched())]
+    def workers(self) -> list[BusyWorker[Any]]:
+        """The workers of all ranks."""
+        return [*self._policy.workers, *([] if self._critic is None else self._critic.workers)]
 
     async def build(self, num_rollout: int, checkpoint: Checkpoint | None) -> None:
-        """Have all ranks meet, load their models and go to where the checkpoint was taken."""
-        waits = [super().build(num_rollout, checkpoint)]
+        """Have all ranks join, load their models and go to where the checkpoint was taken."""
+        waits = [self._policy.build(TrainActor.build, num_rollout, checkpoint)]
         if self._critic is not None:
-            waits.append(self._critic.build(num_rollout, checkpoint))
+            waits.append(self._critic.build(CriticActor.build, num_rollout, checkpoint))
         await asyncio.gather(*waits)
         if checkpoint is not None:
             self._planner.load_state(dict(checkpoint.state))
 
     async def train(self, groups: Sequence[Group], rollout_id: int) -> Trained:
-        """Take the optimizer steps of one rollout; the metrics of all ranks."""
+        """Take the optimizer steps of one rollout; return the metrics and notes of all ranks."""
         planned = await asyncio.to_thread(self._planner.prepare, groups)
-        shares = self.put(await asyncio.to_thread(self._planner.deal, planned, self.spec.num_data_ranks))
+        shares = await asyncio.to_thread(self._planner.deal, planned, self._policy.spec.num_data_ranks)
         what = f"training of rollout {rollout_id}"
         if self._critic is None:
-            refs = [actor.train.remote(share, rollout_id) for actor, share in zip(self.actors, shares, strict=True)]
-            trained: list[Trained] = await all_of(self.calls(what, refs), self._seconds)
+            calls = self._policy.call_with_shares(what, TrainActor.train, shares, rollout_id)
+            trained = await all_in_time(calls, self._seconds)
         else:
-            trained = await self._train_both(self._critic, planned, shares, rollout_id)
+            dealt = await asyncio.to_thread(self._planner.deal, planned, self._critic.spec.num_data_ranks)
+            trained = await self._train_both(self._critic, shares, dealt, rollout_id)
         return Trained([m for part in trained for m in part.metrics], [n for part in trained for n in part.notes])
 
     async def _train_both(
-        self, critic: CriticGroup, planned: PlannedRollout, shares: Sequence[Any], rollout_id: int
+        self, critic: RankGroup[CriticActor], shares: Sequence[RankShare], dealt: Sequence[RankShare], rollout_id: int
     ) -> list[Trained]:
-        """Values, returns, and then the steps of both groups at the same time.
+        """Exchange values and returns, then take the steps of both groups at the same time.
 
-        All is asked for at once: a call starts when what it needs has come from the other group.
+        All calls are made at once: Ray starts each when the results it needs have come from the other group.
         """
-        what = f"training of rollout {rollout_id}"
-        scored = [actor.score.remote(share) for actor, share in zip(self.actors, shares, strict=True)]
-        dealt = await asyncio.to_thread(self._planner.deal, planned, critic.spec.num_data_ranks)
-        values = critic.values(dealt)
-        returns = [actor.spread.remote(*critic.one_each(values)) for actor in self.actors]
-        first = [
-            *self.calls(f"scores for {what}", scored),
-            *critic.calls(f"values for {what}", values),
-            *self.calls(f"advantages for {what}", returns),
-        ]
-        steps = self.calls(what, [actor.take_steps.remote(rollout_id) for actor in self.actors])
-        steps += critic.train(rollout_id, self.one_each(returns))
-        return (await all_of([*first, *steps], self._seconds))[len(first) :]
+        what, policy = f"training of rollout {rollout_id}", self._policy
+        scored = policy.call_with_shares(f"scores for {what}", TrainActor.score, shares)
+        values = critic.call_with_shares(f"values for {what}", CriticActor.values, dealt)
+        returns = policy.call(f"advantages for {what}", TrainActor.spread, *critic.one_of_each_share(values))
+        steps = policy.call(what, TrainActor.take_steps, rollout_id)
+        steps += critic.call(what, CriticActor.train, rollout_id, *policy.one_of_each_share(returns))
+        first: list[Call[Any]] = [*scored, *values, *returns]
+        return (await all_in_time([*first, *steps], self._seconds))[len(first) :]
 
     async def save(self, folder: Path, done: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint; raises `CheckpointError` where that fails and training can go on."""
+        """Write a checkpoint; raises `CheckpointError` if that fails and training can go on."""
         whole, part = {**self._planner.state(), **state}, None
         if self._critic is not None:
             name = f"{done:06d}_{uuid.uuid4().hex[:8]}"
-            part, whole["critic_steps"] = await self._critic.write(folder.absolute(), name, self._seconds)
-        refs = [actor.save.remote(folder, done, whole, part) for actor in self.actors]
-        await all_of(self.calls(f"the save after {done} rollouts", refs), self._seconds)
+            written = self._critic.call("its part of a save", CriticActor.write, folder.absolute(), name)
+            part, whole["critic_steps"] = (await all_in_time(written, self._seconds))[0]
+        calls = self._policy.call(f"the save after {done} rollouts", TrainActor.save, folder, done, whole, part)
+        await all_in_time(calls, self._seconds)
 
     async def connect(self, plan: TransportPlan) -> None:
-        await self._first("the sending end of the weights", self.actors[0].connect.remote(plan))
+        """Open the sending end of the weights, on the first rank."""
+        await self._first.call("the sending end of the weights", TrainActor.connect, plan).in_time(self._seconds)
 
     async def offer(self, version: int) -> dict[str, Any]:
-        """Make the weights of now ready; the offer for the engines."""
-        refs = [actor.offer.remote(version) for actor in self.actors]
-        offers = await all_of(self.calls(f"the offer of version {version}", refs), self._seconds)
-        return dict(offers[0])
+        """Make the current weights ready; return the offer for the engines."""
+        calls = self._policy.call(f"the offer of version {version}", TrainActor.offer, version)
+        return dict((await all_in_time(calls, self._seconds))[0] or {})
 
     async def deliver(self, version: int) -> None:
-        await self._first(f"the delivery of version {version}", self.actors[0].deliver.remote())
+        """Take part in the transfer of the weights, where the transport needs the trainer to."""
+        await self._first.call(f"the delivery of version {version}", TrainActor.deliver).in_time(self._seconds)
+
+    @property
+    def _first(self) -> BusyWorker[TrainActor]:
+        return self._policy.workers[0]
 
     async def sleep(self) -> list[Metric]:
-        calls = [*self.sleeping(), *([] if self._critic is None else self._critic.sleeping())]
-        return [metric("perf/train_awake_gib", gib) for gib in await all_of(calls, self._seconds)]
+        """Free the devices' memory; return the peak memory of the turn that ends."""
+        calls = self._policy.call("sleep", TrainActor.sleep)
+        calls += [] if self._critic is None else self._critic.call("sleep", CriticActor.sleep)
+        return [metric("perf/train_awake_gib", gib) for gib in await all_in_time(calls, self._seconds)]
 
     async def wake(self) -> list[Metric]:
-        calls = [*self.waking(), *([] if self._critic is None else self._critic.waking())]
-        return [metric("perf/train_asleep_gib", gib) for gib in await all_of(calls, self._seconds)]
-
-    async def _first(self, what: str, ref: Any) -> None:
-        await all_of(self.calls(what, [ref]), self._seconds)
+        """Inverse of `sleep`."""
+        calls = self._policy.call("wake", TrainActor.wake)
+        calls += [] if self._critic is None else self._critic.call("wake", CriticActor.wake)
+        return [metric("perf/train_asleep_gib", gib) for gib in await all_in_time(calls, self._seconds)]

@@ -71,7 +71,7 @@ def test_what_the_user_has_set_up_is_left_alone(token, monkeypatch, name):
 
 def test_ranks_of_one_machine_find_each_other_in_a_private_folder():
     actor = object.__new__(RankActor)
-    at = actor.meeting_point("127.0.0.1", on_one_node=True)
+    at = actor.rendezvous("127.0.0.1", on_one_node=True)
     assert isinstance(at, Path)
     assert (at.exists(), mode_of(at.parent)) == (False, 0o700)
     actor.close()

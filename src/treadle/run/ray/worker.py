@@ -1,0 +1,189 @@
+"""A worker process of a cluster: what every one does first, and how its callers see it.
+
+A call that is in flight fails when its worker dies. It does not notice a worker that hangs until its own deadline, which
+may be an hour, and nobody notices a worker that no call waits for. So every worker gets health checks all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import torch
+
+from treadle.config import Config
+from treadle.errors import ConfigError, WorkerLostError
+from treadle.run.ray.calls import LOSS_SECONDS, Call
+from treadle.run.state import seed_everything
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+HEALTH_CHECKS = {"health checks": 1}
+"""The concurrency group of calls that don't wait for the call that a rank is busy with, and its size."""
+_SLICE_SECONDS = 1.0
+
+Note = tuple[str, str]
+"""Kind, `warn` or `note`, and text."""
+
+
+class Notes:
+    """Warnings and notes of a worker, kept until the driver takes them."""
+
+    def __init__(self) -> None:
+        self._lines: list[Note] = []
+
+    def warn(self, text: str) -> None:
+        self._lines.append(("warn", text))
+
+    def note(self, text: str) -> None:
+        self._lines.append(("note", text))
+
+    def take(self) -> list[Note]:
+        """Return the lines since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """The run a worker belongs to. Paths are the same on every node: a shared disk, or the same files on each."""
+
+    config: Config
+    model_path: str
+    max_prompt: int
+    folder: Path  # where the run was started: relative paths of the configuration are from here
+    import_paths: tuple[str, ...]
+
+    @classmethod
+    def here(cls, config: Config, model_path: str, max_prompt: int) -> WorkerSetup:
+        """Return the setup of a run that this process started."""
+        return cls(config, model_path, max_prompt, Path.cwd(), tuple(sys.path))
+
+
+class WorkerActor:
+    """What every worker process has in common; Ray calls the methods of its subclasses.
+
+    It works in the run's folder, with the run's import paths and number of threads. Ctrl-C, and the end of the terminal,
+    are the driver's to handle.
+    """
+
+    def __init__(self, setup: WorkerSetup):
+        if not setup.folder.is_dir():
+            raise ConfigError(
+                f"the run's folder {setup.folder} is not on node {os.uname().nodename}; share it between nodes"
+            )
+        os.chdir(setup.folder)
+        sys.path.extend(path for path in setup.import_paths if path not in sys.path)
+        torch.set_num_threads(setup.config.cluster.num_cpus_per_worker)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._setup, self._config = setup, setup.config
+        self._notes = Notes()
+        seed_everything(setup.config.train.seed)
+
+    def alive(self) -> None:
+        """Answer a health check."""
+
+
+Actor = TypeVar("Actor", bound=WorkerActor)
+
+
+class Worker(Generic[Actor]):
+    """A worker process as its callers see it. `name` is what messages call it."""
+
+    def __init__(self, name: str, handle: Any):
+        self.name, self.handle = name, handle
+
+    @overload
+    def call(
+        self,
+        what: str,
+        method: Callable[Concatenate[Actor, Given], Coroutine[Any, Any, Result]],
+        *args: Given.args,
+        **kwargs: Given.kwargs,
+    ) -> Call[Result]: ...
+
+    @overload
+    def call(
+        self, what: str, method: Callable[Concatenate[Actor, Given], Result], *args: Given.args, **kwargs: Given.kwargs
+    ) -> Call[Result]: ...
+
+    def call(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
+        """Start a call of this method of the worker's class; `what` says in messages what was asked for."""
+        return Call(f"{self.name}: {what}", getattr(self.handle, method.__name__).remote(*args, **kwargs))
+
+    def check_health(self) -> Call[None]:
+        """Send a health check."""
+        return self.call("a health check", WorkerActor.alive)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        import ray
+
+        ray.kill(self.handle)
+
+
+class BusyWorker(Worker[Actor]):
+    """A worker whose calls run one after the other, except health checks."""
+
+    def check_health(self) -> Call[None]:
+        (group,) = HEALTH_CHECKS
+        return Call(f"{self.name}: a health check", self.handle.alive.options(concurrency_group=group).remote())
+
+
+async def while_alive(
+    work: Coroutine[Any, Any, Result],
+    workers: Sequence[Worker[Any]],
+    interval_seconds: float,
+    silence_seconds: float,
+) -> Result:
+    """Return the result of `work`; cancel it and raise `WorkerLostError` if a worker dies meanwhile.
+
+    Workers get a health check every `interval_seconds`, and may take `silence_seconds` to answer.
+    """
+    own = asyncio.create_task(work)
+    checks = [asyncio.create_task(_check_health(worker, interval_seconds, silence_seconds)) for worker in workers]
+    try:
+        await asyncio.wait((own, *checks), return_when=asyncio.FIRST_COMPLETED)
+        if not own.done():  # a call in flight says better what failed
+            await asyncio.wait((own,), timeout=LOSS_SECONDS)
+        if own.done():
+            return own.result()
+        raise next(error for check in checks if check.done() and (error := check.exception()) is not None)
+    finally:
+        for task in (own, *checks):
+            task.cancel()
+        await asyncio.gather(own, *checks, return_exceptions=True)
+
+
+async def _check_health(worker: Worker[Any], interval_seconds: float, silence_seconds: float) -> None:
+    """Send health checks until one is not answered.
+
+    The time is counted in short waits: if this process was stopped with all others, only one of them is late.
+    """
+    while True:
+        await asyncio.sleep(interval_seconds)
+        answer = asyncio.create_task(worker.check_health().value())
+        try:
+            left = silence_seconds
+            while not answer.done() and left > 0:
+                await asyncio.wait((answer,), timeout=min(_SLICE_SECONDS, left))
+                left -= _SLICE_SECONDS
+            if not answer.done():
+                raise WorkerLostError(
+                    f"{worker.name} has not answered a health check for {silence_seconds:g} s: it hangs, or its machine is gone "
+                    "(--worker-silence-seconds)"
+                )
+            answer.result()
+        finally:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
