@@ -193,14 +193,14 @@ def test_the_highest_of_the_trained_tokens_are_kept():
         True,
         False,
     ]  # a tie stays together
-    assert top_entropy_mask(ENTROPY, 1.0, CHOSEN).tolist() == MASK.tolist()
+    assert top_entropy_mask(ENTROPY, 1.0, CHOSEN).tolist() == CHOSEN.tolist()
     assert top_entropy_mask(ENTROPY, 0.001, CHOSEN).sum() == 1
 
 
 def test_order_does_not_matter_and_nothing_is_fine():
     order = torch.tensor([4, 2, 5, 0, 3, 1])
     assert torch.equal(
-        top_entropy_mask(ENTROPY, 0.5, CHOSEN)[order], top_entropy_mask(ENTROPY[order], 0.5, MASK[order])
+        top_entropy_mask(ENTROPY, 0.5, CHOSEN)[order], top_entropy_mask(ENTROPY[order], 0.5, CHOSEN[order])
     )
     assert top_entropy_mask(torch.zeros(0), 0.5).tolist() == []
     assert not top_entropy_mask(ENTROPY, 0.5, torch.zeros(6, dtype=torch.bool)).any()
