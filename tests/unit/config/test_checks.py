@@ -145,6 +145,11 @@ def test_empty_stop_string_is_a_fault():
         ("--eval-prompt-data a=x --eval-interval 5", ["eval_interval = 5 is longer than the run"]),
         ("--save-interval 5", ["save_interval = 5 is longer than the run"]),
         ("--start-rollout-id 2 --load x", ["start_rollout_id = 2 does nothing"]),
+        ("--env-max-turns 3", ["env_max_turns = 3 does nothing without custom_env_path", "set custom_env_path"]),
+        (
+            "--eval-top-k 3 --eval-temperature 1",
+            ["eval_temperature, eval_top_k do nothing without eval_prompt_data", "eval_top_k = 3"],
+        ),
         ("--debug-rollout-only --save x", ["nothing with debug_rollout_only"]),
         ("--debug-rollout-only --rollout-temperature 0", ["8 samples", "same"]),
     ],
