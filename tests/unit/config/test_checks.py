@@ -236,5 +236,5 @@ def test_what_only_a_template_uses_is_noted_without_one():
 def test_every_condition_has_its_message():
     """Values of fields stand in it in braces; a name that is no field would be an error in front of the user."""
     for field in config_fields().values():
-        for condition in field.only_with:
+        for condition in field.declared.only_with:
             assert condition.message(Config()).strip()
