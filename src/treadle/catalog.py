@@ -90,41 +90,45 @@ class Traits:
 
 @dataclass(frozen=True)
 class EstimatorRecord(Record, Traits):
-    """An advantage estimator: `function` shapes the rewards of whole groups, `spread` lays them over the tokens."""
+    """An advantage estimator: `function` shapes the rewards of whole groups, `spread` lays them over the tokens.
 
-    MODULE = "treadle.algorithms.advantages"
+    `function` takes by name what it reads: fields of `AdvantageInputs` and `AdvantageSettings`, and `lengths`, the trained
+    tokens of each sample.
+    """
+
+    MODULE = "treadle.algorithms.shaping"
 
     spread: str = "broadcast"
 
     def load_spread(self) -> Any:
         """Import and return the function that lays shaped rewards over the tokens."""
-        return pkgutil.resolve_name(f"{self.MODULE}:{self.spread}")
+        return pkgutil.resolve_name(f"treadle.algorithms.advantages:{self.spread}")
 
 
 # fmt: off
 ESTIMATORS = _table(
     EstimatorRecord("grpo", "(r − mean) / std of the group", "DeepSeekMath 2024, section 4.1.2, arXiv 2402.03300",
-                    needs_group=True, divides_by_std=True),
-    EstimatorRecord("gspo", "as grpo", "Zheng et al. 2025, arXiv 2507.18071", "grpo",
-                    needs_group=True, divides_by_std=True, policy_loss="gspo"),
-    EstimatorRecord("cispo", "as grpo", "MiniMax-M1 2025, arXiv 2506.13585", "grpo",
-                    needs_group=True, divides_by_std=True, policy_loss="cispo"),
+                    "grpo_rewards", needs_group=True, divides_by_std=True),
+    EstimatorRecord("gspo", "as grpo", "Zheng et al. 2025, arXiv 2507.18071",
+                    "grpo_rewards", needs_group=True, divides_by_std=True, policy_loss="gspo"),
+    EstimatorRecord("cispo", "as grpo", "MiniMax-M1 2025, arXiv 2506.13585",
+                    "grpo_rewards", needs_group=True, divides_by_std=True, policy_loss="cispo"),
     EstimatorRecord("rloo", "r − mean of the others in the group", "Ahmadian et al. 2024, arXiv 2402.14740",
-                    needs_group=True),
-    EstimatorRecord("reinforce_plus_plus", "reward to go, whitened", "Hu 2025, REINFORCE++, arXiv 2501.03262", "unshaped",
-                    spread="returns_to_go", per_token_reward=True, uses_gamma=True, whitens=True),
+                    "rloo_rewards", needs_group=True),
+    EstimatorRecord("reinforce_plus_plus", "reward to go, whitened", "Hu 2025, REINFORCE++, arXiv 2501.03262",
+                    "unshaped_rewards", spread="returns_to_go", per_token_reward=True, uses_gamma=True, whitens=True),
     EstimatorRecord("reinforce_plus_plus_baseline", "r − mean of the group, whitened", "Hu 2025, REINFORCE++, arXiv 2501.03262",
-                    "centred", spread="broadcast_minus_kl", needs_group=True, per_token_reward=True, whitens=True),
+                    "centred_rewards", spread="broadcast_minus_kl", needs_group=True, per_token_reward=True, whitens=True),
     EstimatorRecord("maxrl", "(r − mean) / mean of the group", "Tajwar et al. 2026, arXiv 2602.02710",
-                    needs_group=True, divides_by_mean=True),
+                    "maxrl_rewards", needs_group=True, divides_by_mean=True),
     EstimatorRecord("opo", "r − mean of the group, weighted by length", "Hao et al. 2025, arXiv 2505.23585",
-                    needs_group=True),
+                    "opo_rewards", needs_group=True),
     EstimatorRecord("gdpo", "each reward as in grpo, added, whitened", "GDPO 2026, arXiv 2601.05242",
-                    needs_group=True, divides_by_std=True, needs_parts=True, whitens=True),
+                    "gdpo_rewards", needs_group=True, divides_by_std=True, needs_parts=True, whitens=True),
     EstimatorRecord("passk", "best − second best of the group, for the best sample", "Tang et al. 2025, arXiv 2503.19595",
-                    needs_group=True, divides_by_std=True),
+                    "passk_rewards", needs_group=True, divides_by_std=True),
     EstimatorRecord("ppo", "generalised advantages (GAE) from a critic", "Schulman et al. 2015, arXiv 1506.02438",
-                    "unshaped", spread="critic_advantages", per_token_reward=True, uses_gamma=True, needs_values=True),
+                    "unshaped_rewards", spread="critic_advantages", per_token_reward=True, uses_gamma=True, needs_values=True),
 )
 """Values of `advantage_estimator`."""
 # fmt: on

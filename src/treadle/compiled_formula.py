@@ -90,7 +90,8 @@ def keep_compiled_code_private() -> None:
         cache_dir_utils.default_cache_dir(),
     ):  # which torch writes into the variable when it is imported
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache())
-    for module in (codecache, cache_dir_utils, runtime_utils):
+    modules: tuple[Any, ...] = (codecache, cache_dir_utils, runtime_utils)
+    for module in modules:
         if hasattr(module, "default_cache_dir"):
             module.default_cache_dir = lambda: str(compile_cache())
     if hasattr(codecache, "_HEADER_DIR"):

@@ -31,7 +31,7 @@ from treadle.errors import ConfigError
 T = TypeVar("T")
 
 end_process = os._exit
-"""Ends the process also while a user's code runs, where `os._exit` itself raises (see `user_code`)."""
+"""Ends the process even while a user's code runs, when `os._exit` itself raises (see `user_code`)."""
 
 _MAX_ERROR_CHARS = 300
 _MISSING = object()
@@ -94,7 +94,7 @@ def _catch_exits() -> None:
 
 @contextmanager
 def user_code(fault: Callable[[str], Exception]) -> Iterator[None]:
-    """Run a user's code: whatever it raises is raised as `fault(what it did)`, a line that ends with where it happened.
+    """Run a user's code; raise whatever it raises as `fault(what it did)`, a line that ends with where it happened.
 
     `sys.exit`, `os._exit`, and every other `BaseException` count as faults: none may end a run as if it were done. A
     Ctrl-C of the person at the keyboard is raised as the `KeyboardInterrupt` it is.
@@ -181,7 +181,7 @@ def check_name(kind: str, name: str, registry: Mapping[str, T]) -> None:
 
 
 def resolve(kind: str, name: str, registry: Mapping[str, T]) -> T:
-    """The object a config value names: a key of `registry`, `package.module:object` or `file.py:object`.
+    """Return the object that a config value names: a key of `registry`, `package.module:object` or `file.py:object`.
 
     `kind` is the word for it in errors ("reward"). An object of the user's is returned as it is; the caller
     checks what it gives back. Raises `ConfigError` that names the nearest registered name.

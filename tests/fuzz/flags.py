@@ -107,7 +107,7 @@ def cases() -> Iterator[Case]:
         if not field.recipe_only:
             yield from _cases_of(field)
     for name, field in sorted(config_fields().items()):
-        for i, value in enumerate(PATHS if field.is_path else ()):
+        for i, value in enumerate(PATHS if field.declared.path else ()):
             given = f"x={value}" if name == "eval_prompt_data" else value
             given += ":reward" if name.startswith("custom_") else ""
             yield _case(

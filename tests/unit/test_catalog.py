@@ -55,7 +55,7 @@ def test_a_parameter_is_what_its_setting_says():
     assert loss.keywords == {"sapo_tau_positive": 3.0, "sapo_tau_negative": 1.05}
 
 
-NEW_LOSS = """
+NEW_ALGORITHMS = """
 from dataclasses import replace
 from treadle import catalog
 from treadle.algorithms import losses
@@ -73,6 +73,14 @@ record = catalog.PolicyLossRecord(
 catalog.POLICY_LOSSES["gentle"] = record
 
 import torch
+from treadle.algorithms import shaping
+
+shaping.powered = lambda rewards, lengths, power: rewards ** power * lengths
+catalog.ESTIMATORS["powered"] = catalog.EstimatorRecord(
+    "powered", "r^p", function="powered", parameters=(catalog.Parameter("power", 2.0, "Exponent.", {"ge": 1}),)
+)
+
+from treadle.algorithms.advantages import AdvantageInputs, AdvantageSettings
 from treadle.config import check_config, load_config
 from treadle.config.docs import flags_markdown
 from treadle.errors import ConfigError
@@ -84,8 +92,13 @@ assert check_config(config) == []
 inputs = (torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([0]), 1)
 assert build_objective(config.algorithm, 64).policy_loss(*inputs).loss.tolist() == [-0.25]
 assert "`--gentleness`" in flags_markdown()
+config = load_config(None, [*SOUND, "--advantage-estimator", "powered", "--power", "3"])
+assert check_config(config) == []
+rewards = AdvantageInputs(torch.tensor([2.0, 1.0]), torch.zeros(2).long(), torch.tensor([0, 0, 1]))
+assert build_objective(config.algorithm, 64).estimator.shape(rewards, AdvantageSettings()).tolist() == [16.0, 1.0]
 for words, fault in ((["--gentleness", "4"], "gentleness = 4.0 does nothing with policy loss ppo: it is read by gentle"),
-                     (["--policy-loss", "gentel"], "did you mean 'gentle'"),):
+                     (["--power", "3"], "power = 3.0 does nothing with grpo: it is read by powered"),
+                     (["--policy-loss", "gentel"], "did you mean 'gentle'")):
     try:
         check_config(load_config(None, [*SOUND, *words]))
     except ConfigError as error:
@@ -96,7 +109,7 @@ print("done")
 """
 
 
-def test_a_new_loss_is_a_function_and_a_record():
+def test_a_new_loss_or_estimator_is_a_function_and_a_record():
     """Its flag, its help, its checks and the trainer follow from them."""
-    found = subprocess.run([sys.executable, "-c", NEW_LOSS], capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", NEW_ALGORITHMS], capture_output=True, text=True)
     assert found.stdout == "done\n", found.stderr[-2000:]

@@ -8,6 +8,7 @@ Axes: `S` samples, `P` parts of a reward, `T` tokens of many samples one after t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,7 +18,6 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from treadle import catalog
-from treadle.algorithms import shaping
 from treadle.algorithms.gae import discounted_returns, gae, last_of_sample
 from treadle.algorithms.reduce import trained_tokens
 from treadle.algorithms.segments import safe_divide, where_trained
@@ -165,7 +165,21 @@ def find_estimator(name: str, settings: Mapping[str, Any] | None = None) -> Esti
     """Return the estimator of this name, with its own parameters as in `settings`; raise `ConfigError` if there is none."""
     record = catalog.find("advantage_estimator", name, catalog.ESTIMATORS)
     traits = {trait.name: getattr(record, trait.name) for trait in fields(catalog.Traits)}
-    return Estimator(record.name, record.load(settings), record.load_spread(), record.source, **traits)
+    return Estimator(name, _by_names(record.load(settings)), record.load_spread(), record.source, **traits)
+
+
+def _by_names(function: Callable[..., Tensor]) -> ShapeFn:
+    """Return a shaping function of inputs and settings that passes on what `function` names as its arguments."""
+    names = inspect.signature(function).parameters
+
+    def shape(inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+        parts = (inputs, settings)
+        known = {f.name: getattr(part, f.name) for part in parts for f in fields(part) if f.name in names}
+        if "lengths" in names:
+            known["lengths"] = trained_tokens(inputs.sample_index, inputs.rewards.numel(), inputs.mask)
+        return function(**known)
+
+    return shape
 
 
 _SHAPE_NEEDS = ("reward_parts", "part_weights")
@@ -274,55 +288,6 @@ def _kl_rewards(shaped: Tensor, inputs: AdvantageInputs, settings: AdvantageSett
     if settings.kl_coef == 0 or inputs.kl is None:
         return shaped.new_zeros(inputs.sample_index.shape)
     return -settings.kl_coef * where_trained(inputs.kl, inputs.mask)
-
-
-def unshaped(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
-    """Return the rewards as they are."""
-    return inputs.rewards.clone()
-
-
-def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
-    """Return `shaping.grpo_rewards` of the rewards."""
-    return shaping.grpo_rewards(
-        inputs.rewards, inputs.group_ids, inputs.trajectory_ids, std_normalization=settings.std_normalization
-    )
-
-
-def rloo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
-    """Return `shaping.rloo_rewards` of the rewards."""
-    return shaping.rloo_rewards(inputs.rewards, inputs.group_ids, inputs.trajectory_ids)
-
-
-def centred(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
-    """Return `shaping.centred_rewards` of the rewards."""
-    return shaping.centred_rewards(inputs.rewards, inputs.group_ids, inputs.trajectory_ids)
-
-
-def maxrl(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
-    """Return `shaping.maxrl_rewards` of the rewards."""
-    return shaping.maxrl_rewards(inputs.rewards, inputs.group_ids, inputs.trajectory_ids)
-
-
-def opo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
-    """Return `shaping.opo_rewards` of the rewards, by trained tokens."""
-    lengths = trained_tokens(inputs.sample_index, inputs.rewards.numel(), inputs.mask)
-    return shaping.opo_rewards(inputs.rewards, inputs.group_ids, lengths)
-
-
-def gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
-    """Return `shaping.gdpo_rewards` of the parts of the rewards."""
-    assert inputs.reward_parts is not None
-    assert inputs.part_weights is not None
-    return shaping.gdpo_rewards(
-        inputs.reward_parts, inputs.part_weights, inputs.group_ids, inputs.trajectory_ids, settings.std_normalization
-    )
-
-
-def passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Float[Tensor, " S"]:
-    """Return `shaping.passk_rewards` of the rewards."""
-    return shaping.passk_rewards(
-        inputs.rewards, inputs.group_ids, inputs.trajectory_ids, std_normalization=settings.std_normalization
-    )
 
 
 ESTIMATORS: Mapping[str, Estimator] = {name: find_estimator(name) for name in catalog.ESTIMATORS}

@@ -53,6 +53,11 @@ def group_statistics(
     return GroupStatistics(index, size, low + mean_above, variance.sqrt(), centred)
 
 
+def unshaped_rewards(rewards: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
+    """Return the rewards as they are."""
+    return rewards.clone()
+
+
 def grpo_rewards(
     rewards: Float[Tensor, " S"],
     group_ids: Int64[Tensor, " S"],

@@ -24,7 +24,7 @@ _KL_LOSS = given("use_kl_loss")
 _CORRECTION = given("rollout_correction")
 _REJECTION = given("correction_reject_level")
 _REFERENCE = when(
-    lambda c: c.algorithm.uses_reference, "does nothing without a reference: set use_kl_loss, or kl_coef, or drop it"
+    lambda c: c.algorithm.uses_reference, "would do nothing without a reference: set use_kl_loss or kl_coef, or drop it"
 )
 _CLIPS = when(
     lambda c: not c.algorithm.truncates,

@@ -56,10 +56,10 @@ def unknown_names(config: Config, parts: set[Part]) -> Iterator[Finding]:
     """Find fields whose value should be the name of an algorithm and is none."""
     for field in config_fields().values():
         name = config.value(field.name)
-        if not field.names or not isinstance(name, str) or name in field.names:
+        if not field.declared.names or not isinstance(name, str) or name in field.declared.names:
             continue
         if _PART_OF_SECTION.get(field.section, "run") in parts:
-            yield fault(f"{field.name} {name!r} is unknown{suggestion(name, field.names, most_listed=12)}")
+            yield fault(f"{field.name} {name!r} is unknown{suggestion(name, field.declared.names, most_listed=12)}")
 
 
 def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
     idle: dict[Condition, dict[str, str]] = {}
     for field in config_fields().values():
         value = config.value(field.name)
-        for condition in field.only_with if value != field.default else ():
+        for condition in field.declared.only_with if value != field.default else ():
             part = condition.part or _PART_OF_SECTION.get(field.section, "run")
             if part in parts and not condition.holds(config, value):
                 idle.setdefault(condition, {})[field.name] = f"{field.name} = {written(shown(without_secrets(value)))}"

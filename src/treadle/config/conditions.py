@@ -50,10 +50,12 @@ class Condition:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a recipe has it, but without quotation marks, and of a table its names."""
-    if isinstance(value, tuple | dict):
-        return " ".join(map(str, value))
-    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+    """Return a value as a recipe has it, but without quotation marks, and of a table its names; `none` if it is empty."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value in (None, "", (), [], {}):
+        return "none"
+    return " ".join(map(str, value)) if isinstance(value, tuple | list | dict) else str(value)
 
 
 def when(holds: Callable[[Config], bool], otherwise: str, **options: Unpack[Options]) -> Condition:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from treadle.config.conditions import IN_THE_RUN, absent, needs, when
+from treadle.config.conditions import IN_THE_RUN, absent, given, needs, when
 from treadle.config.section import Section, setting
 from treadle.config.template_kwargs import as_words, template_kwargs
 from treadle.errors import ConfigError
@@ -19,6 +19,7 @@ _TEMPLATE = when(
     warn=True,
     together=True,
 )
+_EVALUATED = given("eval_prompt_data", warn=True, together=True)
 _SET_NAME = re.compile(r"[\w.-]+")
 
 
@@ -96,15 +97,15 @@ class EvalSection(Section):
         ge=1,
     )
     """Evaluate at the start, every this many rollouts, and at the end."""
-    n_samples_per_eval_prompt: int = setting(1, ge=1)
+    n_samples_per_eval_prompt: int = setting(1, _EVALUATED, ge=1)
     """Samples of each evaluation prompt."""
-    eval_temperature: float = setting(0.0, ge=0)
+    eval_temperature: float = setting(0.0, _EVALUATED, ge=0)
     """Sampling temperature of evaluation; 0 is greedy."""
-    eval_top_p: float = setting(1.0, gt=0, le=1)
+    eval_top_p: float = setting(1.0, _EVALUATED, gt=0, le=1)
     """Nucleus sampling of evaluation: keep the most likely tokens up to this mass."""
-    eval_top_k: int = setting(0, ge=0)
+    eval_top_k: int = setting(0, _EVALUATED, ge=0)
     """Keep the k most likely tokens in evaluation; 0 keeps all."""
-    eval_max_response_len: int | None = setting(None, ge=1)
+    eval_max_response_len: int | None = setting(None, _EVALUATED, ge=1)
     """Most new tokens in an answer. Default: rollout_max_response_len."""
     eval_overrides: dict[str, EvalOverride] = setting(dict)
     """Per set (recipe only): `[eval.eval_overrides.NAME]` with any of the settings above."""

@@ -6,7 +6,6 @@ The flags, their help, the docs page, the checks and the error messages all read
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,10 +13,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from treadle.catalog import Record
-from treadle.config.conditions import Condition
 from treadle.config.data_section import EvalOverride
-from treadle.config.sections import Config, Section
+from treadle.config.section import Declared, Section
+from treadle.config.sections import Config
 from treadle.config.values import check_value
 
 _KINDS = {str: ("text", "TEXT"), int: ("integer", "INT"), float: ("number", "FLOAT"), bool: ("switch", "")}
@@ -36,6 +34,7 @@ class ConfigField:
     info: FieldInfo
     value_type: Any
     optional: bool
+    declared: Declared
 
     @property
     def flag(self) -> str:
@@ -66,7 +65,7 @@ class ConfigField:
     @property
     def description(self) -> str:
         """What it does, from the text below the field, and the names it takes."""
-        names = f"One of: {', '.join(self.names)}." if self.names else ""
+        names = f"One of: {', '.join(self.declared.names)}." if self.declared.names else ""
         return " ".join(f"{self.info.description or ''} {names}".split())
 
     @property
@@ -91,28 +90,7 @@ class ConfigField:
     @property
     def bounds(self) -> str:
         """The numbers allowed, as `> 0, ≤ 1`; empty if all are."""
-        return ", ".join(f"{_SIGNS[key]} {value}" for key, value in self._declared("bounds", {}).items())
-
-    @property
-    def names(self) -> Mapping[str, Record]:
-        """The records of the names it takes; empty if it takes none."""
-        names: Mapping[str, Record] = self._declared("names", {})
-        return names
-
-    @property
-    def is_path(self) -> bool:
-        """True if its text is a path, or may be one."""
-        return bool(self._declared("path", False))
-
-    @property
-    def only_with(self) -> tuple[Condition, ...]:
-        """The conditions under which it has an effect."""
-        conditions: tuple[Condition, ...] = self._declared("only_with", ())
-        return conditions
-
-    def _declared(self, key: str, default: Any) -> Any:
-        extra = self.info.json_schema_extra
-        return extra.get(key, default) if isinstance(extra, dict) else default
+        return ", ".join(f"{_SIGNS[key]} {value}" for key, value in self.declared.bounds.items())
 
     def adapter(self) -> TypeAdapter[Any]:
         """Return a validator of this field's values; numbers must be finite and fit in 64 bits."""
@@ -136,7 +114,8 @@ def config_fields() -> dict[str, ConfigField]:
             value_type, optional = info.annotation, False
             if get_origin(value_type) in (Union, types.UnionType):
                 (value_type,), optional = [arg for arg in get_args(value_type) if arg is not type(None)], True
-            fields[name] = ConfigField(section, name, info, value_type, optional)
+            extra: Any = info.json_schema_extra or {"declared": Declared()}
+            fields[name] = ConfigField(section, name, info, value_type, optional, extra["declared"])
     return fields
 
 

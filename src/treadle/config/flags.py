@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treadle.config.conditions import shown
 from treadle.config.fields import ConfigField, config_fields, section_models
 from treadle.config.recipe import Values
 from treadle.config.values import first_few, written
@@ -109,20 +110,9 @@ def _print_help(recipe: Mapping[str, Any], prog: str) -> None:
         for field in (f for f in config_fields().values() if f.section == section and not f.recipe_only):
             bounds = f" Allowed: {field.bounds}." if field.bounds else ""
             source, value = ("recipe", recipe[field.name]) if field.name in recipe else ("default", field.default)
-            text = f"{field.description}{bounds} ({source}: {_shown(value)})".replace("%", "%%")
+            text = f"{field.description}{bounds} ({source}: {written(shown(value))})".replace("%", "%%")
             if field.is_switch:
                 group.add_argument(field.flag, f"--no-{field.flag[2:]}", help=text, action="store_true")
             else:
                 group.add_argument(field.flag, help=text, metavar=field.metavar)
     parser.print_help()
-
-
-def _shown(value: Any) -> str:
-    """Return a default as people read it: `on`, `none`, or the value itself."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, str) and not value.isprintable():
-        return repr(value)
-    return "none" if value in (None, "", {}) else str(value)

@@ -34,7 +34,7 @@ def load_config(recipe: Path | None, argv: Sequence[str] = (), *, prog: str = "t
         raw = from_flags[name] if is_flag else from_recipe[name]
         try:
             value = _from_flag(field, raw) if is_flag else _from_toml(field, raw)
-            value = expand_paths(value, named=name == "eval_prompt_data") if field.is_path else value
+            value = expand_paths(value, named=name == "eval_prompt_data") if field.declared.path else value
             values.setdefault(field.section, {})[name] = value
         except ValidationError as error:
             faults += first_few(list(_faults(field, error, None if is_flag else recipe)))

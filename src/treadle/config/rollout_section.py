@@ -11,6 +11,7 @@ from treadle.config.section import Section, seconds, setting
 EngineValue = str | bool | int | float | tuple[str, ...]
 
 _FILTER = given("group_filter")
+_ENVIRONMENT = given("custom_env_path", warn=True)
 _STARTED = absent("rollout_external_engine_addrs", "those servers run already", warn=True, together=True)
 _SERVER = choice("rollout_engine", "vllm", "sglang", together=True)
 
@@ -69,9 +70,9 @@ class RolloutSection(Section):
     """Most prompts in flight at once. Default: all of a rollout."""
     custom_env_path: str | None = setting(None, path=True)
     """Your own environment, `file.py:object` or `package.module:object`: answers the model between its turns."""
-    env_max_turns: int = setting(8, ge=1)
+    env_max_turns: int = setting(8, _ENVIRONMENT, ge=1)
     """Most turns of the model in a sample with an environment."""
-    env_timeout_seconds: float = seconds(60.0)
+    env_timeout_seconds: float = seconds(60.0, _ENVIRONMENT)
     """An environment that is slower than this marks its sample failed."""
     max_failed_fraction: float = setting(0.5, ge=0, le=1)
     """End the run if a larger share of a rollout's samples failed; 1 never does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from treadle.config.sections import Config
@@ -45,34 +45,33 @@ def names_secret(name: str, value: Any) -> bool:
 
 def without_secrets(value: Any) -> Any:
     """Return a value with every secret in it replaced: by its name in a table or in JSON text, or as the user of a URL."""
-    if isinstance(value, Mapping):
-        return {key: REDACTED if names_secret(str(key), item) else without_secrets(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(without_secrets(item) for item in value)
-    if not isinstance(value, str):
-        return value
-    table = _json_table(value)
-    if table is not None and any(secret_names(table)):
-        return json.dumps(without_secrets(table))
-    return _USER_IN_URL.sub(rf"\1{REDACTED}@", value)
+    return _redacted(value, "")[0]
 
 
-def secret_names(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the dotted names of the secrets in a table, also in JSON text inside it, and those of URLs with a user."""
+def secret_names(value: Any) -> list[str]:
+    """Return the dotted names of the secrets in a table, also in JSON text inside it, and those of URLs with a user."""
+    return _redacted(value, "")[1]
+
+
+def _redacted(value: Any, name: str) -> tuple[Any, list[str]]:
+    """Return the value of this dotted name without secrets, and their dotted names."""
     if name and names_secret(name.rsplit(".", 1)[-1], value):
-        yield name
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from secret_names(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from secret_names(item, name)
-    elif isinstance(value, str):
-        table = _json_table(value)
-        if table is not None:
-            yield from secret_names(table, name)
-        elif _USER_IN_URL.search(value):
-            yield name
+        return REDACTED, [name]
+    if isinstance(value, Mapping):
+        items = {key: _redacted(item, f"{name}.{key}" if name else str(key)) for key, item in value.items()}
+        return {key: item for key, (item, _) in items.items()}, [
+            found for _, names in items.values() for found in names
+        ]
+    if isinstance(value, list | tuple):
+        parts = [_redacted(item, name) for item in value]
+        return type(value)(part for part, _ in parts), [found for _, names in parts for found in names]
+    if not isinstance(value, str):
+        return value, []
+    table = _json_table(value)
+    if table is None:
+        return _USER_IN_URL.sub(rf"\1{REDACTED}@", value), [name] if _USER_IN_URL.search(value) else []
+    clean, names = _redacted(table, name)
+    return json.dumps(clean) if names else value, names
 
 
 def recorded(config: Config) -> dict[str, Any]:

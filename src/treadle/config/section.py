@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
@@ -31,6 +32,16 @@ class Section(BaseModel):
         return check_value(value)
 
 
+@dataclass(frozen=True)
+class Declared:
+    """What a field says of itself beside its type, its default and its help; see `setting`."""
+
+    only_with: tuple[Condition, ...] = ()
+    path: bool = False
+    names: Mapping[str, Record] = field(default_factory=dict)
+    bounds: Mapping[str, float] = field(default_factory=dict)
+
+
 def setting(
     default: Any,
     *only_with: Condition,
@@ -49,7 +60,7 @@ def setting(
         help: its help, unless that is the text below the field.
         bounds: `gt`, `ge`, `lt`, `le` of a number.
     """
-    extra: dict[str, Any] = {"only_with": only_with, "path": path, "names": names or {}, "bounds": bounds}
+    extra: dict[str, Any] = {"declared": Declared(only_with, path, names or {}, bounds)}
     value: dict[str, Any] = {"default_factory": default} if default is dict else {"default": default}
     return Field(**value, **dict[str, Any](bounds), description=help, json_schema_extra=extra)
 

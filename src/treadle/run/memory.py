@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.catalog import ESTIMATORS
 from treadle.config import Config, batch_arithmetic
 from treadle.errors import ConfigError
 from treadle.metrics import Metric, metric
@@ -167,7 +166,7 @@ def _training(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryP
 
 
 def _has_critic(config: Config) -> bool:
-    return ESTIMATORS[config.algorithm.advantage_estimator].needs_values
+    return config.algorithm.estimator is not None and config.algorithm.estimator.needs_values
 
 
 def _activations(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:

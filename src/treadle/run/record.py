@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.algorithms.advantages import find_estimator
 from treadle.config import Config
 from treadle.data.messages import content_text
 from treadle.errors import CheckpointError, FailedSamplesError
@@ -81,9 +80,7 @@ class Record:
         """Warn once if rewards have not differed for several rollouts in a row."""
         if self._same_rewards < 0:  # warned already
             return
-        section = self.config.algorithm
-        own = section.custom_advantage_path is not None
-        rule = None if own else find_estimator(section.advantage_estimator)
+        rule = self.config.algorithm.estimator
         reads_parts = rule is not None and rule.needs_parts  # equal sums may be of unequal parts
         if not self.config.reward.targets or self.config.debug.debug_rollout_only or reads_parts:
             return

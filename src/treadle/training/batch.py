@@ -30,7 +30,6 @@ class Role(StrEnum):
 
     PER_TOKEN = "per_token"
     PER_SAMPLE = "per_sample"
-    STATIC = "static"
 
 
 def _per_token(optional: bool = False) -> Any:
@@ -99,7 +98,7 @@ class Batch:
 
     def _present(self) -> list[tuple[str, Role, Tensor]]:
         named = ((f.name, f.metadata["role"], getattr(self, f.name)) for f in fields(self))
-        return [(name, role, value) for name, role, value in named if role != Role.STATIC and value is not None]
+        return [(name, role, value) for name, role, value in named if value is not None]
 
 
 def concat(batches: Sequence[Batch]) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -22,7 +23,7 @@ def correction_settings(section: AlgorithmSection) -> CorrectionSettings | None:
     """
     if section.rollout_correction is None:
         return None
-    given = {
+    given: dict[str, Any] = {
         "bound": None if section.correction_bound is None else Bound(section.correction_bound),
         "low": section.correction_low,
         "high": section.correction_high,

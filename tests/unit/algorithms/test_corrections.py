@@ -13,6 +13,7 @@ from treadle.algorithms.corrections import (
     Level,
     correct,
     m2po_mask,
+    top_entropy_mask,
     vetoed,
 )
 from treadle.algorithms.losses import POLICY_LOSSES, PolicyLossInputs
@@ -172,3 +173,40 @@ def test_m2po_brings_the_mean_under_its_threshold_not_to_it():
     gap = torch.tensor([0.5, 0.0])  # mean square 0.125
     assert m2po_mask(gap, torch.zeros(2), 0.125).tolist() == [False, True]
     assert m2po_mask(gap, torch.zeros(2), 0.126).tolist() == [True, True]
+
+
+# Tokens chosen by entropy
+
+
+ENTROPY = torch.tensor([0.3, 2.0, 0.0, 1.0, 1.0, 5.0])
+CHOSEN = torch.tensor([True, True, True, True, True, False])
+
+
+def test_the_highest_of_the_trained_tokens_are_kept():
+    # five trained tokens: 2.0, then two of 1.0, then 0.3, 0.0; the 5.0 is not trained
+    assert top_entropy_mask(ENTROPY, 0.2, CHOSEN).tolist() == [False, True, False, False, False, False]
+    assert top_entropy_mask(ENTROPY, 0.4, CHOSEN).tolist() == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]  # a tie stays together
+    assert top_entropy_mask(ENTROPY, 1.0, CHOSEN).tolist() == CHOSEN.tolist()
+    assert top_entropy_mask(ENTROPY, 0.001, CHOSEN).sum() == 1
+
+
+def test_order_does_not_matter_and_nothing_is_fine():
+    order = torch.tensor([4, 2, 5, 0, 3, 1])
+    assert torch.equal(
+        top_entropy_mask(ENTROPY, 0.5, CHOSEN)[order], top_entropy_mask(ENTROPY[order], 0.5, CHOSEN[order])
+    )
+    assert top_entropy_mask(torch.zeros(0), 0.5).tolist() == []
+    assert not top_entropy_mask(ENTROPY, 0.5, torch.zeros(6, dtype=torch.bool)).any()
+
+
+@pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5])
+def test_a_fraction_is_a_fraction(fraction):
+    with pytest.raises(ConfigError, match="top_entropy_fraction"):
+        top_entropy_mask(ENTROPY, fraction)

@@ -145,6 +145,11 @@ def test_empty_stop_string_is_a_fault():
         ("--eval-prompt-data a=x --eval-interval 5", ["eval_interval = 5 is longer than the run"]),
         ("--save-interval 5", ["save_interval = 5 is longer than the run"]),
         ("--start-rollout-id 2 --load x", ["start_rollout_id = 2 does nothing"]),
+        ("--env-max-turns 3", ["env_max_turns = 3 does nothing without custom_env_path", "set custom_env_path"]),
+        (
+            "--eval-top-k 3 --eval-temperature 1",
+            ["eval_temperature, eval_top_k do nothing without eval_prompt_data", "eval_top_k = 3"],
+        ),
         ("--debug-rollout-only --save x", ["nothing with debug_rollout_only"]),
         ("--debug-rollout-only --rollout-temperature 0", ["8 samples", "same"]),
     ],
@@ -231,5 +236,5 @@ def test_what_only_a_template_uses_is_noted_without_one():
 def test_every_condition_has_its_message():
     """Values of fields stand in it in braces; a name that is no field would be an error in front of the user."""
     for field in config_fields().values():
-        for condition in field.only_with:
+        for condition in field.declared.only_with:
             assert condition.message(Config()).strip()

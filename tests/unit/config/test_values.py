@@ -10,7 +10,7 @@ from treadle.config.fields import config_fields
 from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
 
-PATH_FIELDS = [field.name for field in config_fields().values() if field.is_path]
+PATH_FIELDS = [field.name for field in config_fields().values() if field.declared.path]
 
 
 def refusal(*argv: str, recipe: Path | None = None) -> str:
