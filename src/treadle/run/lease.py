@@ -1,47 +1,48 @@
-"""Who holds the accelerators.
-
-Where rollout and training share them, a side that takes the lease finds the other's memory freed. Where each side
-has its own, a lease is nothing.
-"""
+"""Who holds the accelerators: the engines while they generate, or the trainer while it trains."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Literal, Protocol
+from contextlib import asynccontextmanager
+from typing import Any, Literal, Protocol
 
-from treadle.rollout.engines.base import Engine
+from treadle.rollout.engines.base import EnginePart
 
 Holder = Literal["rollout", "training"]
 
 
-class Lease(Protocol):
-    """`async with lease.hold("rollout"):` and the like."""
+class SleepingEngines(Protocol):
+    """Engines that free their memory for the trainer; both calls do nothing if it is as they ask."""
 
-    def hold(self, holder: Holder) -> AbstractAsyncContextManager[None]:
-        """Have the accelerators inside the `async with`; the other side has given up its memory."""
-        ...
-
-
-class FreeLease:
-    """Each side has its own memory: nothing to hand over."""
-
-    @asynccontextmanager
-    async def hold(self, holder: Holder) -> AsyncIterator[None]:
-        yield
+    async def sleep(self) -> Any: ...
+    async def wake(self, part: EnginePart) -> Any: ...
 
 
-class SharedLease:
-    """Engine and trainer share one memory: the engine's keys and values are freed while training runs."""
+class SleepingTrainer(Protocol):
+    """A trainer that frees its memory for the engines; both calls do nothing if it is as they ask."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    async def sleep(self) -> Any: ...
+    async def wake(self) -> Any: ...
+
+
+class Lease:
+    """Hands the accelerators from one side to the other. A side that has memory of its own is None and never sleeps."""
+
+    def __init__(self, engines: SleepingEngines | None = None, trainer: SleepingTrainer | None = None):
+        self._engines, self._trainer = engines, trainer
 
     @asynccontextmanager
     async def hold(self, holder: Holder) -> AsyncIterator[None]:
+        """Have the accelerators inside the `async with`; the other side has freed its memory."""
         if holder == "training":
-            await self._engine.sleep()
+            if self._engines is not None:
+                await self._engines.sleep()
+            if self._trainer is not None:
+                await self._trainer.wake()
         else:
-            await self._engine.wake("weights")
-            await self._engine.wake("kv")
+            if self._trainer is not None:
+                await self._trainer.sleep()
+            if self._engines is not None:
+                await self._engines.wake("weights")
+                await self._engines.wake("kv")
         yield

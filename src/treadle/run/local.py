@@ -1,106 +1,176 @@
-"""The local runtime: everything in one process, but for an engine that is a server."""
+"""The local runtime: everything in one process, except for an engine that is a server."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treadle.config import Config, recorded
-from treadle.metrics import Metric, metric
+from treadle.errors import FailedSamplesError
+from treadle.metrics import Metric
+from treadle.models.context import context_length
+from treadle.rollout.filters import load_filter
+from treadle.rollout.manager import RolloutManager
+from treadle.run import build
 from treadle.run.compute import ComputeThread
-from treadle.run.loop import Collection, Schedule
+from treadle.run.differences import check_supplies
+from treadle.run.lease import Lease
+from treadle.run.loop import Schedule, train_loop
 from treadle.run.memory import PeakMemory
-from treadle.run.record import Outputs, Record
-from treadle.run.rollouts import Generation, Rollouts, saved_rollout
-from treadle.run.state import random_state
+from treadle.run.parts import Parts
+from treadle.run.rollouts import Generation, Rollouts
+from treadle.run.servers import LocalServers, ServerPlace, is_server
+from treadle.run.session import Session, finish, is_finished, open_outputs, restore, schedule_of
+from treadle.run.state import random_state, seed_everything
+from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.checkpoint import save_checkpoint
 from treadle.training.worker import Trainer
 from treadle.types import Group
+from treadle.weights import InprocTransport
 
-Push = Callable[[int], Awaitable[None]]
-"""Brings the engine to the trainer's weights of now, under this version."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Publish = Callable[[int], Awaitable[None]]
+"""Brings the engine to the trainer's current weights, under this version."""
 
 
-class LocalParts:
-    """What `train_loop` drives, for one process. `generation` is None in a run that only trains from saved rollouts."""
+@dataclass(frozen=True, eq=False)
+class LocalTrainer:
+    """The trainer of this process, run by its one thread that computes. It saves the tokenizer beside the model."""
 
-    def __init__(
-        self,
-        config: Config,
-        schedule: Schedule,
-        outputs: Outputs,
-        generation: Generation | None,
-        trainer: Trainer | None,
-        push: Push | None,
-        compute: ComputeThread,
-    ):
-        self.config, self.schedule, self.out = config, schedule, outputs
-        self.trainer, self.push = trainer, push
-        self.rollouts = None if generation is None else Rollouts(config, generation, outputs.progress.phase)
-        self.written = Record(config, schedule, outputs)
-        self._compute = compute
-        self._memory = PeakMemory()
-
-    async def collect(self, rollout_id: int) -> Collection:
-        if self.config.debug.debug_train_only:
-            return saved_rollout(self.config, rollout_id)
-        assert self.rollouts is not None
-        collection = await self.rollouts.collect(rollout_id)
-        self.written.rollout(rollout_id, collection.groups)
-        return collection
+    config: Config
+    trainer: Trainer
+    save_codec: Callable[[Path], None]
+    compute: ComputeThread
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> Sequence[Metric]:
-        if self.trainer is None:
-            return []
-        self.out.progress.phase("training")
-        return await self._compute.run(self.trainer.train, groups, rollout_id)
+        return await self.compute.run(self.trainer.train, groups, rollout_id)
 
-    async def publish(self, version: int) -> Sequence[Metric]:
-        if self.push is None:
-            return []
-        began = time.perf_counter()
-        await self.push(version)
-        return [metric("perf/publish_seconds", time.perf_counter() - began)]
+    async def save(self, folder: Path, done: int, state: Mapping[str, Any]) -> None:
+        await self.compute.run(self._save, folder, done, state)
 
-    async def evaluate(self, done: int) -> None:
-        assert self.rollouts is not None
-        began = time.perf_counter()
-        found = await self.rollouts.evaluate()
-        self.written.evaluation(done, found, time.perf_counter() - began)
-
-    async def save(self, done: int, *, last: bool = False) -> Sequence[Metric] | None:
-        return await self.written.save(done, lambda: self._compute.run(self._save_now, done), last=last)
-
-    def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
-        device = "cpu" if self.trainer is None else self.trainer.device.type
-        self.written.step(rollout_id, [*metrics, *self._memory.metrics(device)])
-
-    # Their insides
-
-    def _save_now(self, done: int) -> None:
-        assert self.trainer is not None
+    def _save(self, folder: Path, done: int, state: Mapping[str, Any]) -> None:
         trainer = self.trainer
 
-        def write_model(folder: Path) -> None:
-            trainer.write_model(folder)
-            self.out.save_codec(folder)
+        def write_model(path: Path) -> None:
+            trainer.write_model(path)
+            self.save_codec(path)
 
-        state: dict[str, Any] = {
-            **trainer.state(),
-            "random": random_state(),
-            "dtype": self.config.model.dtype,
-        }
-        if self.rollouts is not None:
-            state["source"] = self.rollouts.state(done)
         save_checkpoint(
-            self.out.checkpoints,
+            folder,
             done,
             write_model=write_model,
             write_rest=trainer.write_rest,
             optimizer=trainer.optimizer.state_tensors(),
-            state=state,
+            state={**trainer.state(), "random": random_state(), "dtype": self.config.model.dtype, **state},
             config=recorded(self.config),
             keep=self.config.checkpoint.keep_checkpoints,
         )
+
+
+async def train_locally(session: Session, recipe_name: str, stop: Stop) -> dict[str, Any]:
+    """Train in this process. Returns the summary."""
+    began = time.perf_counter()
+    config, progress = session.config, session.progress
+    trains, generates = not config.debug.debug_rollout_only, not config.debug.debug_train_only
+    build.check_one_process(config, progress.warn)
+    progress.phase("loading the data")
+    source = build.load_source(config, session.codec, session.max_prompt, progress.warn) if generates else None
+    if trains:  # a mistake is reported before a model is loaded
+        check_supplies(build.resolve_objective(config), session.checkpoint)
+    teacher = build.find_teacher(config, session.codec, session.max_prompt)
+    schedule = schedule_of(session, None if source is None else len(source))
+    if is_finished(session, schedule):
+        return {}
+    seed_everything(config.train.seed)
+    progress.phase("loading the model")
+    async with AsyncExitStack() as stack:
+        compute = _compute_thread(stack)
+        model = await compute.run(build.load_policy, config, session.policy_path)
+        trainer = None
+        if trains:
+            trainer = await compute.run(
+                build.build_trainer, config, model, schedule.num_rollout, progress.warn, teacher
+            )
+            await compute.run(trainer.try_writing, session.codec.save)
+        await compute.run(restore, session, trainer, source)
+        scorer = await build.open_scorer(config, config.reward, stack) if generates else None
+        outputs = open_outputs(session, stack)
+        rollouts = publish = None
+        lease = Lease()
+        if source is not None and scorer is not None:
+            manager, publish = await _open_engine(session, model, outputs.folder.path, compute, stack)
+            sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
+            await publish(schedule.start_rollout_id)
+            keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
+            rollouts = Rollouts(config, Generation(manager, source, scorer, sets, keep), progress.phase)
+            lease = Lease(manager.engine)
+        local = None if trainer is None else LocalTrainer(config, trainer, session.codec.save, compute)
+        memory, device = PeakMemory(), "cpu" if trainer is None else trainer.device.type
+        parts = Parts(config, schedule, outputs, rollouts, local, publish, lambda: memory.metrics(device))
+        progress.start(schedule.num_rollout, schedule.start_rollout_id)
+        finished_after = None
+        try:
+            with stops_on_signals(stop, progress.note):
+                finished_after = await train_loop(parts, lease, schedule, stop)
+        finally:
+            summary = finish(outputs.folder, recipe_name, time.perf_counter() - began, finished_after)
+    return summary
+
+
+async def evaluate_locally(session: Session, recipe_name: str) -> None:
+    """Evaluate in this process; raises `FailedSamplesError`, once all is written, if too many answers failed."""
+    began = time.perf_counter()
+    config, progress, done = session.config, session.progress, session.start_rollout_id
+    progress.phase("loading the model")
+    path = session.model_path if session.checkpoint is None else str(session.checkpoint.path / "model")
+    async with AsyncExitStack() as stack:
+        compute = _compute_thread(stack)
+        model = await compute.run(build.load_policy, config, path, trainable=False)
+        scorer = await build.open_scorer(config, config.reward, stack)
+        sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
+        outputs = open_outputs(session, stack)
+        manager, publish = await _open_engine(session, model, outputs.folder.path, compute, stack)
+        await publish(done)
+        rollouts = Rollouts(config, Generation(manager, None, scorer, sets), progress.phase)
+        parts = Parts(config, Schedule(done, done), outputs, rollouts, None, None, list)
+        try:
+            await parts.evaluate(done)
+        finally:
+            summary = finish(outputs.folder, recipe_name, time.perf_counter() - began)
+    progress.show_summary(summary)
+    if parts.written.eval_fault:
+        raise FailedSamplesError(parts.written.eval_fault)
+
+
+def _compute_thread(stack: AsyncExitStack) -> ComputeThread:
+    """Open the thread of the run, which is closed with it."""
+    compute = ComputeThread()
+    stack.callback(compute.close)
+    return compute
+
+
+async def _open_engine(
+    session: Session, model: PreTrainedModel, folder: Path, compute: ComputeThread, stack: AsyncExitStack
+) -> tuple[RolloutManager, Publish]:
+    """Open what generates with the weights of this model, and what brings it to them when they have changed."""
+    config, codec, progress = session.config, session.codec, session.progress
+    if is_server(config):
+        progress.phase(f"starting {config.rollout.rollout_engine}")
+        place = ServerPlace(session.model_path, codec, folder / "engines")
+        servers = await LocalServers.open(config, place, model, progress.warn, stack)
+        context = context_length(model.config)
+        return await build.open_manager(config, servers.pool, codec, context, stack), servers.publish
+    engine = build.open_torch_engine(config, model, codec, compute)
+    stack.push_async_callback(engine.close)
+    transport = InprocTransport(model, model, engine.set_version)
+
+    async def publish(version: int) -> None:
+        transport.push(version)
+
+    return await build.open_manager(config, engine, codec, context_length(model.config), stack), publish

@@ -11,13 +11,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from treadle.errors import CheckpointError, ConfigError, FailedSamplesError, RunFolderLostError, TreadleError
 from treadle.metrics import Metric, metric
 from treadle.run.lease import Lease
 from treadle.run.stop import Stop
 from treadle.types import Group
+
+if TYPE_CHECKING:
+    from treadle.run.parts import Parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,38 +60,6 @@ class Schedule:
     def saves_when(self, stop: Stop) -> bool:
         """True where a run that is stopped writes a checkpoint."""
         return self.can_save and stop.requested and (self.save_interval is not None or stop.always_saves)
-
-
-class Parts(Protocol):
-    """What the loop drives; a runtime is one implementation of this."""
-
-    async def collect(self, rollout_id: int) -> Collection:
-        """Draw prompts, generate, score."""
-        ...
-
-    async def train(self, rollout_id: int, groups: Sequence[Group]) -> Sequence[Metric]:
-        """Take the optimizer steps of one rollout."""
-        ...
-
-    async def publish(self, version: int) -> Sequence[Metric]:
-        """Hand the weights to the engine."""
-        ...
-
-    async def evaluate(self, done: int) -> None:
-        """Evaluate the weights after `done` rollouts."""
-        ...
-
-    async def save(self, done: int, *, last: bool = False) -> Sequence[Metric] | None:
-        """Write a checkpoint that resumes at rollout `done`.
-
-        Returns None, after a warning, if that failed and a later save can make up for it. Raises `CheckpointError` if it
-        failed and no later one comes: it is the `last`, or all rollouts are done.
-        """
-        ...
-
-    def record(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
-        """Take the metrics of a finished rollout."""
-        ...
 
 
 async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop | None = None) -> int | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.config import Config
 from treadle.data.messages import content_text
-from treadle.errors import CheckpointError, FailedSamplesError
+from treadle.errors import FailedSamplesError
 from treadle.metrics import Metric, metric, reduce_metrics
 from treadle.observe.progress import Progress
 from treadle.observe.report import ShownSample
@@ -32,7 +31,6 @@ class Outputs:
     sink: MetricSink
     progress: Progress
     checkpoints: Path
-    save_codec: Callable[[Path], None]
 
 
 class Record:
@@ -127,19 +125,6 @@ class Record:
                 f"max_logprob_diff = {most:g}; compare dtypes and the engine's arguments, or correct with rollout_correction"
             )
         self.out.progress.step(rollout_id, values)
-
-    async def save(self, done: int, write: Callable[[], Awaitable[None]], *, last: bool) -> list[Metric] | None:
-        """Have a checkpoint written, as `Parts.save` says."""
-        self.out.progress.phase("saving")
-        began = time.perf_counter()
-        try:
-            await write()
-        except CheckpointError as error:
-            if last or done >= self.schedule.num_rollout:
-                raise
-            self.out.progress.warn(f"{error}; training goes on, the next save tries again")
-            return None
-        return [metric("perf/save_seconds", time.perf_counter() - began)]
 
     def _write(self, rollout_id: int, values: Mapping[str, float]) -> None:
         self.out.sink.write(rollout_id, values)

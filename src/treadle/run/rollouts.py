@@ -77,15 +77,15 @@ class Rollouts:
             found.append((eval_set.name, groups))
         return found
 
-    def state(self, done: int) -> dict[str, Any]:
-        """Where the stream stands for a run that resumes at rollout `done`, in JSON values.
+    async def state(self, done: int) -> dict[str, Any]:
+        """Return where the stream of prompts stands for a run that resumes at rollout `done`, in JSON values.
 
         What rollouts from there on have drawn already (in flight, or collected and not trained) is drawn again first.
         """
         state = self.source.state()
         again = [p for rollout_id in sorted(self._drawn) if rollout_id >= done for p in self._drawn[rollout_id]]
         state["put_back"] = [[p.data_name, p.row, p.group_id] for p in again] + state["put_back"]
-        return state
+        return {"source": state}
 
     async def _draw(self, rollout_id: int, sampling: SamplingParams) -> tuple[list[Group], list[Metric]]:
         """The groups of a rollout; with a group filter, draw until enough are kept or the rounds are used up.

@@ -47,6 +47,13 @@ class Session:
     def start_rollout_id(self) -> int:
         return self.checkpoint.rollout_id if self.checkpoint else self.config.train.start_rollout_id or 0
 
+    @property
+    def policy_path(self) -> str:
+        """Folder of the weights that a training run starts with: a trainer loads those of the checkpoint over them."""
+        if self.checkpoint is not None and self.config.debug.debug_rollout_only:  # there is no trainer
+            return str(self.checkpoint.path / "model")
+        return self.model_path
+
 
 def open_session(config: Config, progress: Progress, place: Place) -> Session:
     """Find the model, and load the tokenizer."""
@@ -155,7 +162,7 @@ def open_outputs(session: Session, stack: AsyncExitStack, *, again: bool = False
     folder.write_config(values)
     sink = open_sinks(folder, config.observe, progress.warn, session.start_rollout_id, values)
     stack.callback(sink.close)
-    return Outputs(folder, sink, progress, place.checkpoints, session.codec.save)
+    return Outputs(folder, sink, progress, place.checkpoints)
 
 
 def finish(folder: RunFolder, title: str, seconds: float, finished_after: int | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from treadle.errors import CheckpointError, ConfigError, EngineError, FailedSamplesError
 from treadle.metrics import metric, reduce_metrics
-from treadle.run.lease import FreeLease, SharedLease
+from treadle.run.lease import Lease
 from treadle.run.loop import Collection, Schedule, train_loop
 
 SECONDS = 20.0
@@ -87,7 +87,7 @@ class NotingLease:
 
 
 def run(parts, schedule, lease=None):
-    asyncio.run(asyncio.wait_for(train_loop(parts, lease or FreeLease(), schedule), SECONDS))
+    asyncio.run(asyncio.wait_for(train_loop(parts, lease or Lease(), schedule), SECONDS))
     return parts
 
 
@@ -265,7 +265,7 @@ def test_a_cancelled_loop_cancels_its_collections():
     parts = Recorder(collect_turns=1_000_000)
 
     async def main():
-        task = asyncio.create_task(train_loop(parts, FreeLease(), Schedule(0, 4, max_lag=1)))
+        task = asyncio.create_task(train_loop(parts, Lease(), Schedule(0, 4, max_lag=1)))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -293,7 +293,7 @@ def test_a_shared_lease_frees_the_engines_memory_for_training_and_wakes_weights_
     engine = NotingEngine()
 
     async def main():
-        lease = SharedLease(engine)
+        lease = Lease(engine)
         for holder in ("rollout", "training", "rollout"):
             async with lease.hold(holder):
                 engine.calls.append(holder)

@@ -11,6 +11,7 @@ from treadle.metrics import metric
 from treadle.observe.run_folder import RunFolder
 from treadle.observe.samples import read_groups
 from treadle.run.loop import Schedule
+from treadle.run.parts import Parts
 from treadle.run.record import Record
 from treadle.types import Group, Status
 
@@ -113,12 +114,14 @@ def test_answers_of_an_evaluation_that_could_not_be_scored_are_told(open_record,
 
 
 def test_a_save_that_fails_is_warned_of_unless_it_is_the_last(open_record):
-    async def fail():
+    async def fail(*_):
         raise CheckpointError("the disk is full")
 
     record, said = open_record()
-    assert asyncio.run(record.save(3, fail, last=False)) is None
+    outputs = SimpleNamespace(checkpoints=None, progress=record.out.progress)
+    parts = Parts(record.config, record.schedule, outputs, None, SimpleNamespace(save=fail), None, list)
+    assert asyncio.run(parts.save(3, last=False)) is None
     assert said == ["the disk is full; training goes on, the next save tries again"]
     for done, last in ((3, True), (9, False)):
         with pytest.raises(CheckpointError, match="the disk is full"):
-            asyncio.run(record.save(done, fail, last=last))
+            asyncio.run(parts.save(done, last=last))

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from treadle.metrics import metric
-from treadle.run.lease import FreeLease
+from treadle.run.lease import Lease
 from treadle.run.loop import Collection, Schedule, train_loop
 from treadle.run.ray.connection import hangups_ignored
 from treadle.run.stop import Stop, leave, stops_on_signals
@@ -56,7 +56,7 @@ def run(at, signum=signal.SIGTERM, **schedule):
     async def main():
         stop = Stop()
         parts = Stopped(stop, at, signum)
-        await train_loop(parts, FreeLease(), Schedule(0, 4, **schedule), stop)
+        await train_loop(parts, Lease(), Schedule(0, 4, **schedule), stop)
         return parts.calls
 
     return asyncio.run(asyncio.wait_for(main(), SECONDS))

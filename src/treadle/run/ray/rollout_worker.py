@@ -13,7 +13,7 @@ from treadle.errors import EngineLostError
 from treadle.metrics import Metric, metric
 from treadle.models.context import context_length
 from treadle.models.load import load_config
-from treadle.rollout.engines.base import Engine
+from treadle.rollout.engines.base import Engine, EnginePart
 from treadle.rollout.engines.pool import EnginePool, OnPublish
 from treadle.rollout.filters import load_filter
 from treadle.run import build
@@ -150,26 +150,23 @@ class RolloutActor(WorkerActor):
         await self._pool.prepare("wait")
         await self._pool.update(apply)
 
-    async def offload(self) -> list[Metric]:
-        """Free what the engines hold on their devices; the most memory they had."""
+    async def sleep(self) -> list[Metric]:
+        """Free what the engines hold on their devices; return the peak memory of each."""
         await self._pool.sleep()
         return [metric("perf/engine_awake_gib", gib) for gib in self._turns()]
 
-    async def onload_weights(self) -> list[Metric]:
-        """Give the engines memory for their weights; the most they had without."""
-        await self._pool.wake("weights")
+    async def wake(self, part: EnginePart) -> list[Metric]:
+        """Inverse of `sleep`, by parts; with the weights, return the peak memory of each engine without them."""
+        await self._pool.wake(part)
         return [metric("perf/engine_asleep_gib", gib) for gib in self._turns()]
 
     def _turns(self) -> list[float]:
         """The most memory of each engine in the turn that ended, GiB, where that is known."""
         return [engine.turn_gib for engine in self._engines.values() if engine.turn_gib is not None]
 
-    async def onload_kv(self) -> None:
-        await self._pool.wake("kv")
-
     async def state(self, done: int) -> dict[str, Any]:
         """Where prompts and random generators stand for a run that resumes at rollout `done`; JSON values."""
-        return {"source": self._rollouts.state(done), "rollout_random": random_state()}
+        return {**await self._rollouts.state(done), "rollout_random": random_state()}
 
     async def load_state(self, state: dict[str, Any]) -> None:
         """Inverse of `state`."""

@@ -11,7 +11,7 @@ import asyncio
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ import torch.distributed as dist
 from treadle.chat import load_codec
 from treadle.config import batch_arithmetic, recorded
 from treadle.metrics import Metric, metric
+from treadle.observe.progress import Progress
 from treadle.run import build
 from treadle.run.ray.calls import Call, all_in_time
 from treadle.run.ray.critic_workers import CriticActor
 from treadle.run.ray.placement import Places
 from treadle.run.ray.rank_workers import RankActor, RankGroup, Rendezvous, Trained
-from treadle.run.ray.worker import BusyWorker, WorkerSetup
+from treadle.run.ray.worker import BusyWorker, WorkerSetup, show_notes
 from treadle.run.state import random_state
 from treadle.training.batch_plan import Planner, RankShare, TokenNumbers, numbers_at
 from treadle.training.checkpoint import Checkpoint, save_checkpoint
@@ -206,12 +207,17 @@ class TrainGroup:
     """All ranks of the policy, and of a critic of its own if there is one. A rank that dies or is late raises
     `WorkerLostError`: the run can be resumed."""
 
-    def __init__(self, setup: WorkerSetup, places: Places, teacher_path: str | None, warn: Callable[[str], None]):
+    def __init__(
+        self, setup: WorkerSetup, places: Places, teacher_path: str | None, progress: Progress, turns: list[Metric]
+    ):
+        self.weights = asyncio.Lock()  # held while the weights change or are sent
+        self.is_ahead = False  # of what was published: from the start of a training step to its publish
+        self._progress, self._turns, self._asleep = progress, turns, False
         self._seconds = setup.config.cluster.train_timeout_seconds
         self._policy = RankGroup(TrainActor, "train worker", setup, places, places.train, teacher_path)
         self._critic = RankGroup(CriticActor, "critic worker", setup, places, places.critic) if places.critic else None
         num_shares = self._policy.spec.num_data_ranks
-        self._planner = Planner(setup.config, batch_arithmetic(setup.config), num_shares, warn)
+        self._planner = Planner(setup.config, batch_arithmetic(setup.config), num_shares, progress.warn)
 
     @property
     def workers(self) -> list[BusyWorker[Any]]:
@@ -227,18 +233,23 @@ class TrainGroup:
         if checkpoint is not None:
             self._planner.load_state(dict(checkpoint.state))
 
-    async def train(self, groups: Sequence[Group], rollout_id: int) -> Trained:
-        """Take the optimizer steps of one rollout; return the metrics and notes of all ranks."""
+    async def train(self, rollout_id: int, groups: Sequence[Group]) -> list[Metric]:
+        """Take the optimizer steps of one rollout; return the metrics of all ranks, and show their notes."""
+        async with self.weights:
+            self.is_ahead = True
+            trained = await self._train(rollout_id, groups)
+        show_notes([note for part in trained for note in part.notes], self._progress)
+        return [found for part in trained for found in part.metrics]
+
+    async def _train(self, rollout_id: int, groups: Sequence[Group]) -> list[Trained]:
         planned = await asyncio.to_thread(self._planner.prepare, groups)
         shares = await asyncio.to_thread(self._planner.deal, planned, self._policy.spec.num_data_ranks)
         what = f"training of rollout {rollout_id}"
         if self._critic is None:
             calls = self._policy.call_with_shares(what, TrainActor.train, shares, rollout_id)
-            trained = await all_in_time(calls, self._seconds)
-        else:
-            dealt = await asyncio.to_thread(self._planner.deal, planned, self._critic.spec.num_data_ranks)
-            trained = await self._train_both(self._critic, shares, dealt, rollout_id)
-        return Trained([m for part in trained for m in part.metrics], [n for part in trained for n in part.notes])
+            return await all_in_time(calls, self._seconds)
+        dealt = await asyncio.to_thread(self._planner.deal, planned, self._critic.spec.num_data_ranks)
+        return await self._train_both(self._critic, shares, dealt, rollout_id)
 
     async def _train_both(
         self, critic: RankGroup[CriticActor], shares: Sequence[RankShare], dealt: Sequence[RankShare], rollout_id: int
@@ -256,7 +267,7 @@ class TrainGroup:
         first: list[Call[Any]] = [*scored, *values, *returns]
         return (await all_in_time([*first, *steps], self._seconds))[len(first) :]
 
-    async def save(self, folder: Path, done: int, state: dict[str, Any]) -> None:
+    async def save(self, folder: Path, done: int, state: Mapping[str, Any]) -> None:
         """Write a checkpoint; raises `CheckpointError` if that fails and training can go on."""
         whole, part = {**self._planner.state(), **state}, None
         if self._critic is not None:
@@ -283,14 +294,20 @@ class TrainGroup:
     def _first(self) -> BusyWorker[TrainActor]:
         return self._policy.workers[0]
 
-    async def sleep(self) -> list[Metric]:
-        """Free the devices' memory; return the peak memory of the turn that ends."""
-        calls = self._policy.call("sleep", TrainActor.sleep)
-        calls += [] if self._critic is None else self._critic.call("sleep", CriticActor.sleep)
-        return [metric("perf/train_awake_gib", gib) for gib in await all_in_time(calls, self._seconds)]
+    async def sleep(self) -> None:
+        """Free the devices' memory; nothing if the ranks sleep."""
+        if not self._asleep:
+            calls = self._policy.call("sleep", TrainActor.sleep)
+            calls += [] if self._critic is None else self._critic.call("sleep", CriticActor.sleep)
+            peaks = await all_in_time(calls, self._seconds)
+            self._turns += [metric("perf/train_awake_gib", gib) for gib in peaks]
+            self._asleep = True
 
-    async def wake(self) -> list[Metric]:
-        """Inverse of `sleep`."""
-        calls = self._policy.call("wake", TrainActor.wake)
-        calls += [] if self._critic is None else self._critic.call("wake", CriticActor.wake)
-        return [metric("perf/train_asleep_gib", gib) for gib in await all_in_time(calls, self._seconds)]
+    async def wake(self) -> None:
+        """Inverse of `sleep`; nothing if the ranks are awake."""
+        if self._asleep:
+            calls = self._policy.call("wake", TrainActor.wake)
+            calls += [] if self._critic is None else self._critic.call("wake", CriticActor.wake)
+            peaks = await all_in_time(calls, self._seconds)
+            self._turns += [metric("perf/train_asleep_gib", gib) for gib in peaks]
+            self._asleep = False

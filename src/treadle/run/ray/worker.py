@@ -20,6 +20,7 @@ import torch
 
 from treadle.config import Config
 from treadle.errors import ConfigError, WorkerLostError
+from treadle.observe.progress import Progress
 from treadle.run.ray.calls import LOSS_SECONDS, Call
 from treadle.run.state import seed_everything
 
@@ -50,6 +51,12 @@ class Notes:
         """Return the lines since the last call."""
         lines, self._lines = self._lines, []
         return lines
+
+
+def show_notes(notes: Sequence[Note], progress: Progress) -> None:
+    """Show what a worker warned of and noted."""
+    for kind, text in notes:
+        (progress.warn if kind == "warn" else progress.note)(text)
 
 
 @dataclass(frozen=True)
@@ -111,12 +118,10 @@ class Worker(Generic[Actor]):
         *args: Given.args,
         **kwargs: Given.kwargs,
     ) -> Call[Result]: ...
-
     @overload
     def call(
         self, what: str, method: Callable[Concatenate[Actor, Given], Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Call[Result]: ...
-
     def call(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
         """Start a call of this method of the worker's class; `what` says in messages what was asked for."""
         return Call(f"{self.name}: {what}", getattr(self.handle, method.__name__).remote(*args, **kwargs))
