@@ -16,7 +16,7 @@ from treadle.run.record import Outputs, Record
 from treadle.run.rollouts import Generation, Rollouts, saved_rollout
 from treadle.run.state import random_state
 from treadle.training.checkpoint import save_checkpoint
-from treadle.training.worker import Trainer
+from treadle.training.trainer import Trainer
 from treadle.types import Group
 
 Push = Callable[[int], Awaitable[None]]
