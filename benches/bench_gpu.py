@@ -122,7 +122,7 @@ def bench_train(model: Any, work: dict[str, int], peak: dict[str, float], device
     from made_up import group_of
 
     from treadle.config import batch_arithmetic, load_config
-    from treadle.training.worker import Trainer
+    from treadle.training.trainer import Trainer
 
     flags = ["--rollout-batch-size", str(work["prompts"]), "--n-samples-per-prompt", str(work["samples"])]
     flags += ["--num-rollout", "10", "--global-batch-size", str(work["prompts"] * work["samples"])]

@@ -19,7 +19,7 @@ from types import ModuleType
 import numpy as np
 
 from treadle.models.layout import Family, PackedLayout
-from treadle.training.balance import RankPlan, Workload, plan_ranks
+from treadle.training.load_balancing import RankPlan, Workload, plan_ranks
 
 SIZES = (25_088, 50_176, 100_352)  # multiples of ranks × group: the peer deals out equal numbers of samples
 RANKS, GROUP, MAX_TOKENS = 64, 8, 16_384

@@ -44,7 +44,7 @@ def treadle_side() -> Callable[[Work], Answer]:
 
     from treadle.config import batch_arithmetic, load_config
     from treadle.models.load import load_model
-    from treadle.training.worker import Trainer
+    from treadle.training.trainer import Trainer
 
     dtype = getattr(torch, os.environ["BENCH_DTYPE"])
     trainers: dict[int, Trainer] = {}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from treadle.chat import Codec
     from treadle.config import Config
-    from treadle.training.worker import Trainer
+    from treadle.training.trainer import Trainer
 
 SPECIAL_TOKENS = ("<eos>", "<user>", "<bot>")  # ids 0, 1, 2
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " "
@@ -310,7 +310,7 @@ def make_trainer(tiny_model_dir: Path) -> Callable[..., Trainer]:
     from treadle.models.load import load_model
     from treadle.training.objective import build_objective
     from treadle.training.reference import Reference
-    from treadle.training.worker import Trainer
+    from treadle.training.trainer import Trainer
 
     loaded = load_model(str(tiny_model_dir), torch.float32, torch.device("cpu"))
 

@@ -12,7 +12,7 @@ from treadle.chat import Codec
 from treadle.config import Config, ModelSection, OptimSection, TrainSection, batch_arithmetic
 from treadle.models.load import load_model
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
-from treadle.training.worker import Trainer
+from treadle.training.trainer import Trainer
 from treadle.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]

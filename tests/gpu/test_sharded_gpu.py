@@ -13,7 +13,7 @@ from treadle.config import Config, batch_arithmetic
 from treadle.training.parallel import Grid, ParallelSpec, alone, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
 from treadle.training.sharded_state import load_parallel
-from treadle.training.worker import Trainer
+from treadle.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 DEVICE = torch.device("cuda", 0)

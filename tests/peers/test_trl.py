@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from treadle.training.batch import batch_of
-from treadle.training.step import micro_batch_loss
+from treadle.training.policy_loss import micro_batch_loss
 
 pytest.importorskip("trl", reason="trl is not installed; see tests/peers/requirements.txt")
 

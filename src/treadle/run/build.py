@@ -29,7 +29,7 @@ from treadle.training.objective import Objective, build_objective
 from treadle.training.parallel import Grid, ParallelModel, ParallelSpec, as_parallel
 from treadle.training.reference import Reference
 from treadle.training.sharded_state import load_parallel
-from treadle.training.worker import Trainer
+from treadle.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -28,7 +28,7 @@ from treadle.run.session import Session, finish, is_finished, open_outputs, rest
 from treadle.run.state import random_state, seed_everything
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.checkpoint import save_checkpoint
-from treadle.training.worker import Trainer
+from treadle.training.trainer import Trainer
 from treadle.types import Group
 from treadle.weights import InprocTransport
 

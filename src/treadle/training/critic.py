@@ -20,7 +20,7 @@ from treadle.models.value import ValueModel, read_value_head, save_value_head
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.micro_batches import MicroBatch, MicroBatches, Passes, with_last
-from treadle.training.optim import MasterOptimizer
+from treadle.training.optimizer import MasterOptimizer
 from treadle.training.packing import PackedBatch
 from treadle.training.parallel import ParallelModel, as_parallel, local_part
 from treadle.training.sharded_state import gathered_parameter, stored_parameters, write_model_folder, write_parts

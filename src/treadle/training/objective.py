@@ -28,7 +28,7 @@ from treadle.config import AlgorithmSection
 from treadle.errors import ConfigError
 from treadle.training.batch import Batch
 from treadle.training.correction import correction_settings, loss_factor
-from treadle.training.custom import chosen_estimator, chosen_policy_loss
+from treadle.training.custom_functions import chosen_estimator, chosen_policy_loss
 from treadle.training.ranks import ALONE, Ranks
 
 

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from treadle.models.layout import Family, PackedLayout
-from treadle.training.balance import Workload, plan_ranks
 from treadle.training.batch import Batch
+from treadle.training.load_balancing import Workload, plan_ranks
 
 
 @dataclass(frozen=True)

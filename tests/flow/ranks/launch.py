@@ -25,15 +25,15 @@ from safetensors.torch import save_file
 from treadle.config import Config, batch_arithmetic
 from treadle.metrics import Metric
 from treadle.models.value import ValueModel
-from treadle.training.batch_plan import Planner
 from treadle.training.checkpoint import find_checkpoint, save_checkpoint
 from treadle.training.critic import Critic
 from treadle.training.objective import build_objective
 from treadle.training.parallel import Grid, ParallelSpec, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
 from treadle.training.reference import Reference
+from treadle.training.rollout_plan import Planner
 from treadle.training.sharded_state import full_parameters, load_parallel
-from treadle.training.worker import Trainer
+from treadle.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 

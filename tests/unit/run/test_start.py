@@ -16,7 +16,7 @@ from treadle.rollout.engines.torch_engine.scheduler import Scheduler
 from treadle.run import build, session, start
 from treadle.run.compute import ComputeThread
 from treadle.run.place import save_folder
-from treadle.training.worker import Trainer
+from treadle.training.trainer import Trainer
 
 REWARD = "async def reward(sample):\n    return float(len(set(sample.response)))\n"
 

@@ -20,7 +20,7 @@ from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
 from treadle.run.plan import plan_run
 from treadle.run.vocabulary import check_vocabulary, padding_note
 from treadle.training.batch import batch_of
-from treadle.training.worker import Trainer
+from treadle.training.trainer import Trainer
 from treadle.types import NO_VERSION, Sample, SamplingParams
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from treadle.training.critic import Critic
 from treadle.training.micro_batches import MicroBatches
 from treadle.training.objective import build_objective
 from treadle.training.reference import Reference
-from treadle.training.worker import Trainer
+from treadle.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 REWARDS = ([1, 0, 0, 1], [0] * 4, [1, 0.5, 0, 0], [1] * 4, [1, 0, 0, 0], [0, 0, 1, 1])

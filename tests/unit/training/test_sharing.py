@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from treadle.errors import CheckpointError, ConfigError, RankError
-from treadle.training.host_memory import HostCopies
 from treadle.training.micro_batches import with_last
+from treadle.training.offload import HostCopies
 from treadle.training.packing import empty_row
 from treadle.training.parallel import ParallelSpec, as_parallel, gathered, part_of
+from treadle.training.policy_loss import empty_loss
 from treadle.training.ranks import ALONE, lost_ranks_are_named
-from treadle.training.step import empty_loss
 from treadle.training.tensor_files import TensorFiles, plan_files, write_files, write_index
 
 # Files

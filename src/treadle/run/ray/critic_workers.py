@@ -9,11 +9,11 @@ from typing import Any
 from treadle.run import build
 from treadle.run.ray.rank_workers import RankActor, Rendezvous, Trained
 from treadle.training.batch import Batch
-from treadle.training.batch_plan import RankShare, TokenNumbers, numbers_at
 from treadle.training.checkpoint import staged_part
-from treadle.training.host_memory import HostCopies
 from treadle.training.micro_batches import Passes
+from treadle.training.offload import HostCopies
 from treadle.training.ranks import lost_ranks_are_named
+from treadle.training.rollout_plan import RankShare, TokenNumbers, numbers_at
 
 
 class CriticActor(RankActor):

@@ -21,7 +21,7 @@ from treadle.run.memory import PeakMemory
 from treadle.run.ray.calls import Call
 from treadle.run.ray.worker import Worker, WorkerActor, WorkerSetup
 from treadle.run.servers import ServerPlace, is_server, open_server
-from treadle.training.host_memory import HostCopies
+from treadle.training.offload import HostCopies
 from treadle.types import Completion, SamplingParams
 from treadle.weights import Offer, ServedWeights
 from treadle.weights.base import WeightReceiver

@@ -19,10 +19,10 @@ from treadle.run.ray.calls import Call, all_in_time
 from treadle.run.ray.placement import Bundle, Places, worker_options
 from treadle.run.ray.worker import HEALTH_CHECKS, BusyWorker, Note, WorkerActor, WorkerSetup
 from treadle.run.state import set_random_state
-from treadle.training.batch_plan import RankShare
 from treadle.training.checkpoint import Checkpoint, find_checkpoint
 from treadle.training.parallel import Grid, ParallelSpec, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
+from treadle.training.rollout_plan import RankShare
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

@@ -30,10 +30,10 @@ from treadle.run.ray.placement import Places
 from treadle.run.ray.rank_workers import RankActor, RankGroup, Rendezvous, Trained
 from treadle.run.ray.worker import BusyWorker, WorkerSetup, show_notes
 from treadle.run.state import random_state
-from treadle.training.batch_plan import Planner, RankShare, TokenNumbers, numbers_at
 from treadle.training.checkpoint import Checkpoint, save_checkpoint
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
-from treadle.training.worker import Rollout
+from treadle.training.rollout_plan import Planner, RankShare, TokenNumbers, numbers_at
+from treadle.training.trainer import Rollout
 from treadle.types import Group
 from treadle.weights import SentWeights, WeightSender
 from treadle.weights.named import TransportPlan, open_sender

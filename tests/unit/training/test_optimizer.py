@@ -9,7 +9,7 @@ from torch import nn
 
 from treadle.config import OptimSection
 from treadle.errors import CheckpointError
-from treadle.training.optim import MasterOptimizer, learning_rate
+from treadle.training.optimizer import MasterOptimizer, learning_rate
 
 SECTION = OptimSection(lr=0.1, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3, clip_grad=0.5)
 

@@ -21,18 +21,24 @@ from treadle.metrics import Metric, metric
 from treadle.models.load import save_model, untrained_tensors, write_model_config
 from treadle.models.recompute import recompute_layers
 from treadle.training.batch import Batch
-from treadle.training.batch_plan import Planner, RankShare
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.critic import Critic
-from treadle.training.host_memory import HostCopies
 from treadle.training.micro_batches import MicroBatch, MicroBatches, Passes, with_last
-from treadle.training.optim import MasterOptimizer
+from treadle.training.offload import HostCopies
+from treadle.training.optimizer import MasterOptimizer
 from treadle.training.parallel import ParallelModel, as_parallel, local_part
+from treadle.training.policy_loss import (
+    empty_loss,
+    micro_batch_loss,
+    micro_batch_metrics,
+    packed_entropy,
+    packed_logprobs,
+)
 from treadle.training.ranks import lost_ranks_are_named
 from treadle.training.reference import Reference, lent_to
+from treadle.training.rollout_plan import Planner, RankShare
 from treadle.training.sharded_state import full_parameters, stored_parameters, write_model_folder, write_parts
-from treadle.training.step import empty_loss, micro_batch_loss, micro_batch_metrics, packed_entropy, packed_logprobs
 from treadle.training.tensor_files import Chosen
 from treadle.types import Group
 from treadle.weights import WeightSpec

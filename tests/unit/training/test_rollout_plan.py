@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from treadle.config import batch_arithmetic
 from treadle.training.batch import batch_of, concat
-from treadle.training.batch_plan import Planner, TokenNumbers, numbers_at
+from treadle.training.rollout_plan import Planner, TokenNumbers, numbers_at
 from treadle.types import Status
 
 FIELDS = {"rollout_batch_size": 4, "n_samples_per_prompt": 3, "max_tokens_per_gpu": 32}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.training.balance import RankPlan, Workload, plan_ranks
+from treadle.training.load_balancing import RankPlan, Workload, plan_ranks
 
 OPTIONS = st.fixed_dictionaries(
     {"same_count": st.booleans(), "similar_lengths": st.booleans(), "attention_cost": st.sampled_from([0.0, 0.01])}
@@ -95,7 +95,7 @@ def test_ranks_are_balanced_and_micro_batches_few(seed, num_ranks, max_tokens, s
 
 def test_a_hash_seed_changes_nothing():
     script = (
-        "from treadle.training.balance import *\n"
+        "from treadle.training.load_balancing import *\n"
         "work = Workload(np.arange(96) // 4, 7 * np.arange(24) % 11, 13 * np.arange(96) % 29)\n"
         "print(plan_ranks(work, 5, 90, same_count=True))"
     )

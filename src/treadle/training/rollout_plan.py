@@ -19,9 +19,9 @@ from treadle.algorithms.shaping import RunningMoments
 from treadle.config import BatchArithmetic, Config
 from treadle.errors import CheckpointError
 from treadle.metrics import Metric, metric
-from treadle.training.balance import plan_ranks
 from treadle.training.batch import Batch, batch_of
 from treadle.training.conditioning import condition_rewards
+from treadle.training.load_balancing import plan_ranks
 from treadle.training.objective import Objective, build_objective
 from treadle.training.packing import workload_of
 from treadle.types import Group, Sample, Status

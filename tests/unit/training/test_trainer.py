@@ -310,7 +310,7 @@ def test_a_loss_that_is_not_finite_is_skipped_and_said(make_trainer, groups):
 
 def test_an_objective_with_kl_needs_a_reference(make_trainer, make_config, tiny_model):
     from treadle.config import batch_arithmetic
-    from treadle.training.worker import Trainer
+    from treadle.training.trainer import Trainer
 
     config = make_config(**BASE, use_kl_loss=True, kl_loss_coef=0.1)
     with pytest.raises(AssertionError, match="needs a reference model"):
@@ -344,7 +344,7 @@ def save(trainer, folder: Path, rollout_id: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resumed_trainer_goes_on_bit_for_bit(make_trainer, make_groups, tmp_path, dtype):
-    from treadle.training.worker import Trainer
+    from treadle.training.trainer import Trainer
 
     fields = {**BASE, "num_steps_per_rollout": 2, "lr_decay_style": "cosine", "lr_warmup_steps": 3, "weight_decay": 0.1}
 
@@ -375,7 +375,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(make_trainer, make_groups, tmp_pa
 def test_a_checkpoint_of_another_model_is_refused(make_trainer, tiny_model_dir, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from treadle.training.worker import Trainer
+    from treadle.training.trainer import Trainer
 
     trainer = make_trainer(**BASE)
     save(trainer, tmp_path, 1)
