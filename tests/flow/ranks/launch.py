@@ -39,6 +39,7 @@ CPU = torch.device("cpu")
 
 
 def shared_fixtures() -> Any:
+    sys.path.insert(0, str(Path(__file__).parents[3]))  # conftest.py imports modules of the tests
     spec = importlib.util.spec_from_file_location("shared_fixtures", Path(__file__).parents[2] / "conftest.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
