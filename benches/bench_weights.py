@@ -26,10 +26,11 @@ import pyarrow
 import torch
 from torch import nn
 
-from treadle.weights import InprocTransport, Offer, SentWeights, ServedWeights, WeightReceiver, WeightSender
-from treadle.weights.broadcast import BroadcastReceiver, BroadcastSender
+from treadle.weights import Offer, SentWeights, ServedWeights, WeightReceiver, WeightSender
+from treadle.weights.broadcast import BroadcastReceiver, open_broadcast
 from treadle.weights.disk import DiskReceiver, DiskSender
 from treadle.weights.disk_delta import DeltaReceiver, DeltaSender
+from treadle.weights.in_process import InProcessReceiver, InProcessSender
 from treadle.weights.shm import ShmReceiver, ShmSender, map_offer
 from treadle.weights.version_folders import name_of
 
@@ -91,10 +92,10 @@ def time_transports(rounds: int, folder: Path) -> tuple[dict[str, float], int]:
 
     num_bytes = SentWeights(sent).num_bytes
     one, other = torch.ones(2, num_bytes, dtype=torch.uint8)
-    inproc = InprocTransport(trained, served, lambda version: None)
+    inproc = InProcessSender(SentWeights(sent)), InProcessReceiver(engine())
     mapped, shm = ShmSender(SentWeights(sent)), ShmSender(SentWeights(sent))
     disk = DiskSender(SentWeights(sent), folder / "disk")
-    broadcast = BroadcastSender(SentWeights(sent), 1)
+    broadcast = open_broadcast(SentWeights(sent), 1)
     ends: list[tuple[WeightSender, WeightReceiver]] = [
         (shm, ShmReceiver(engine())),
         (disk, DiskReceiver(engine())),
@@ -103,7 +104,7 @@ def time_transports(rounds: int, folder: Path) -> tuple[dict[str, float], int]:
     found = time_in_turns(
         {
             "memcpy": lambda i: other.copy_(one),
-            "inproc": inproc.push,
+            "inproc": lambda i: push(*inproc, i),
             "shm, write and map": lambda i: map_offer(mapped.offer(i), verify=False),
             "shm, checked as well": lambda i: map_offer(mapped.offer(i)),
             "shm, into the engine": lambda i: push(*ends[0], i),

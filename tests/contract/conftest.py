@@ -49,11 +49,7 @@ def make_torch_engine(model, codec, max_rows):
     return TorchEngine(model, codec, EngineLimits(max_rows=max_rows, kv_bytes=1 << 30))
 
 
-async def set_torch_version(engine, version):
-    engine.set_version(version)
-
-
-async def set_server_version(engine, version):
+async def set_version(engine, version):
     await engine.set_version(version)
 
 
@@ -105,11 +101,8 @@ def make_server_engine(kind):
 
 
 ENGINES = {
-    "torch": EngineCase(make_torch_engine, set_torch_version),
-    **{
-        kind: EngineCase(make_server_engine(kind), set_server_version, kind, seeded=False, bounded=False)
-        for kind in SERVERS
-    },
+    "torch": EngineCase(make_torch_engine, set_version),
+    **{kind: EngineCase(make_server_engine(kind), set_version, kind, seeded=False, bounded=False) for kind in SERVERS},
 }
 
 

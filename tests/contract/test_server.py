@@ -23,12 +23,11 @@ from torch.multiprocessing.reductions import reduce_tensor
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.rollout.engines.sglang_engine import updates as sglang_updates
-from treadle.run.exchange import exchange
 from treadle.run.servers import KINDS
 from treadle.types import SamplingParams, Status
-from treadle.weights import Offer, SentWeights, cuda_ipc
+from treadle.weights import Offer, SentWeights, broadcast, cuda_ipc, sglang_group
 from treadle.weights.disk import DiskSender
-from treadle.weights.named import BROADCASTS
+from treadle.weights.publisher import exchange
 from treadle.weights.shm import ShmSender
 
 pytestmark = pytest.mark.engines
@@ -43,7 +42,9 @@ TRAP = "model.layers.1.self_attn.v_proj.weight"  # sent when the queries are out
 
 def broadcast_to(server_kind, weights, num_receivers=1):
     """The trainer's end of the broadcast in which servers of this kind take part."""
-    sender = BROADCASTS[KINDS[server_kind].broadcast]
+    sender = {broadcast.NAME: broadcast.open_broadcast, sglang_group.NAME: sglang_group.open_sglang_group}[
+        KINDS[server_kind].broadcast
+    ]
     return sender(weights, num_receivers, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0)
 
 
@@ -290,7 +291,7 @@ def test_every_worker_of_a_divided_server_receives(
         model = load(folder)
         engine = await start_server(server_kind)(launch, client_of(server_kind, folder))
         try:
-            assert await engine.num_workers() == 2
+            assert await engine.num_receivers() == 2
             sender = broadcast_to(server_kind, sent(model), 2)
             for version in (1, 2):
                 change(model)

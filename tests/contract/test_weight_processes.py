@@ -162,7 +162,7 @@ def load(folder: Path):
 async def receive(trainer: TrainerProcess, engine: TorchEngine, receiver: WeightReceiver, offer: Offer) -> Any:
     """Both ends at once; the trainer's answer."""
     trainer.tell("deliver")
-    await engine.receive_weights(receiver, offer)
+    await engine.receive_by(receiver, offer)
     return trainer.hear()
 
 
@@ -177,7 +177,7 @@ def test_the_engine_computes_what_the_other_process_pushed(
 
     async def main() -> None:
         engine = TorchEngine(served_model, tiny_codec, EngineLimits(16, 1 << 26))
-        receiver = RECEIVERS[kind](ServedWeights(dict(served_model.named_parameters()), engine.set_version))
+        receiver = RECEIVERS[kind](ServedWeights(dict(served_model.named_parameters()), engine.hold_version))
         for version in (1, 2, 5):
             perturb(trained)
             trainer.load(trained)
@@ -201,7 +201,7 @@ def test_a_trainer_killed_half_way_leaves_no_mixture(kind, trainer, tiny_model_d
 
     async def main() -> None:
         engine = TorchEngine(served_model, tiny_codec, EngineLimits(16, 1 << 26))
-        served = ServedWeights(dict(served_model.named_parameters()), engine.set_version)
+        served = ServedWeights(dict(served_model.named_parameters()), engine.hold_version)
         receiver = RECEIVERS[kind](served)
         offer = Offer.from_json(trainer.ask("offer", version=1))
         await receive(trainer, engine, receiver, offer)
@@ -224,7 +224,7 @@ def test_a_trainer_killed_half_way_leaves_no_mixture(kind, trainer, tiny_model_d
             assert trainer.ask("offer", version=2) is None
             for where in (offer.where, {**offer.where, "path": str(offer.where.get("path", "")).replace("/0/", "/1/")}):
                 with pytest.raises(EngineError):  # whatever an engine is told, there is no whole version 2
-                    await engine.receive_weights(receiver, replace(offer, version=2, where=where))
+                    await engine.receive_by(receiver, replace(offer, version=2, where=where))
             assert all(torch.equal(now, old[name]) for name, now in weights_of(served_model).items())
             await receive_again(engine, receiver, offer)
         trainer.process.join(20)
@@ -234,7 +234,7 @@ def test_a_trainer_killed_half_way_leaves_no_mixture(kind, trainer, tiny_model_d
             kind, SentWeights(dict(trained.named_parameters())), tmp_path
         )
         offer = sender.offer(2)
-        await asyncio.gather(asyncio.to_thread(sender.deliver), engine.receive_weights(receiver, offer))
+        await asyncio.gather(asyncio.to_thread(sender.deliver), engine.receive_by(receiver, offer))
         await assert_generates_as(engine, trained, 2)
         sender.close()
         assert list(tmp_path.iterdir()) == []  # what the killed one left is gone as well
@@ -243,7 +243,7 @@ def test_a_trainer_killed_half_way_leaves_no_mixture(kind, trainer, tiny_model_d
 
     async def receive_again(engine: TorchEngine, receiver: WeightReceiver, offer: Offer) -> None:
         """Version 1 lies there whole, for an engine that comes late."""
-        await engine.receive_weights(receiver, offer)
+        await engine.receive_by(receiver, offer)
         await assert_generates_as(engine, load(tiny_model_dir), 1)
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -22,19 +22,18 @@ from treadle.models.attention import PackedAttention
 from treadle.models.forward import head_of, hidden_states
 from treadle.models.layout import PackedLayout
 from treadle.weights import (
-    InprocTransport,
     Offer,
     SentWeights,
     ServedWeights,
     WeightReceiver,
     WeightSender,
     WeightSpec,
-    WeightTransport,
     check_specs,
 )
 from treadle.weights.broadcast import BroadcastReceiver
 from treadle.weights.disk import DiskReceiver
 from treadle.weights.disk_delta import DeltaReceiver
+from treadle.weights.in_process import InProcessReceiver, InProcessSender
 from treadle.weights.shm import ShmReceiver
 
 make_sender = runpy.run_path(str(Path(__file__).with_name("weight_trainer.py")))["make_sender"]
@@ -45,7 +44,9 @@ RECEIVERS: Mapping[str, Callable[[ServedWeights], WeightReceiver]] = {
     "broadcast": BroadcastReceiver,
 }
 TRANSPORTS = ("inproc", *RECEIVERS)
-Build = Callable[[nn.Module, nn.Module, Callable[[int], None]], WeightTransport]
+
+
+Build = Callable[[nn.Module, nn.Module, Callable[[int], None]], "Linked"]
 
 
 class Linked:
@@ -78,6 +79,12 @@ class Linked:
         self.sender.close()
 
 
+def link_in_process(trained: nn.Module, served: nn.Module, set_version) -> Linked:
+    sent = SentWeights(dict(trained.named_parameters()))
+    receiver = InProcessReceiver(ServedWeights(dict(served.named_parameters()), set_version))
+    return Linked(InProcessSender(sent), receiver)
+
+
 def link(kind: str, trained: nn.Module, served: nn.Module, set_version, folder: Path, dtype=None) -> Linked:
     sent = SentWeights(dict(trained.named_parameters()), dtype)
     receiver = RECEIVERS[kind](ServedWeights(dict(served.named_parameters()), set_version))
@@ -91,7 +98,7 @@ def build(request, tmp_path) -> Iterator[Build]:
 
     def make(trained, served, set_version):
         if request.param == "inproc":
-            return InprocTransport(trained, served, set_version)
+            return link_in_process(trained, served, set_version)
         made.append(link(request.param, trained, served, set_version, tmp_path))
         return made[-1]
 
@@ -244,7 +251,7 @@ def test_shared_memory_is_not_copied(tiny_model):
         mine.data = theirs.data
     written = [p._version for model in (tiny_model, served) for p in model.parameters()]
     versions: list[int] = []
-    transport = InprocTransport(tiny_model, served, versions.append)
+    transport = link_in_process(tiny_model, served, versions.append)
     transport.push(4)
     assert [p._version for model in (tiny_model, served) for p in model.parameters()] == written
     assert versions == [4]
@@ -255,7 +262,7 @@ def test_shared_memory_is_not_copied(tiny_model):
 def test_the_engine_on_the_trainer_s_own_module(tiny_model):
     versions: list[int] = []
     written = {name: p._version for name, p in tiny_model.named_parameters()}
-    InprocTransport(tiny_model, tiny_model, versions.append).push(3)
+    link_in_process(tiny_model, tiny_model, versions.append).push(3)
     assert versions == [3]
     assert {name: p._version for name, p in tiny_model.named_parameters()} == written
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from treadle.errors import TreadleError
 from treadle.weights import SentWeights, WeightSender
-from treadle.weights.broadcast import BroadcastSender
+from treadle.weights.broadcast import open_broadcast
 from treadle.weights.cuda_ipc import CudaIpcSender
 from treadle.weights.disk import DiskSender
 from treadle.weights.disk_delta import DeltaSender
-from treadle.weights.sglang_group import GroupSender
+from treadle.weights.sglang_group import open_sglang_group
 from treadle.weights.shm import ShmSender
 
 
@@ -36,14 +36,12 @@ def make_sender(kind: str, weights: SentWeights, folder: Path) -> WeightSender:
         case "disk-delta":
             return DeltaSender(weights, folder / "delta", max_shard_bytes=30_000, full_every=6)
         case "broadcast":
-            return BroadcastSender(weights, 1, bucket_bytes=5_000, timeout_seconds=20.0)
+            return open_broadcast(weights, 1, bucket_bytes=5_000, timeout_seconds=20.0)
         case "sglang-group":
-            return GroupSender(weights, 1, bucket_bytes=5_000, timeout_seconds=20.0)
+            return open_sglang_group(weights, 1, bucket_bytes=5_000, timeout_seconds=20.0)
         case "nccl":
             device = torch.device("cuda:1")
-            return BroadcastSender(
-                weights, 1, backend="nccl", bucket_bytes=1 << 20, timeout_seconds=20.0, device=device
-            )
+            return open_broadcast(weights, 1, backend="nccl", bucket_bytes=1 << 20, timeout_seconds=20.0, device=device)
         case "cuda_ipc":
             return CudaIpcSender(weights)
     raise ValueError(kind)

@@ -12,7 +12,8 @@ from treadle.rollout.manager import Collect, RolloutManager
 from treadle.rollout.rewards import build_scorer
 from treadle.training.batch import batch_of
 from treadle.types import Prompt, SamplingParams
-from treadle.weights import InprocTransport
+from treadle.weights import SentWeights
+from treadle.weights.in_process import publish_in_process
 
 SECONDS = 60.0
 PROMPTS = [
@@ -69,11 +70,11 @@ def test_they_agree_again_after_a_step(make_trainer, tiny_codec):
     """On the same module: what the optimizer wrote is what the engine samples with, under the new version."""
     trainer = make_trainer(rollout_batch_size=5, n_samples_per_prompt=4, lr=0.05)
     engine = TorchEngine(trainer.model, tiny_codec, EngineLimits(64, 1 << 30))
-    transport = InprocTransport(trainer.model, trainer.model, engine.set_version)
+    publisher = publish_in_process(SentWeights(dict(trainer.model.named_parameters())), engine.receive, print)
     sampling = SamplingParams(12, temperature=0.9, ignore_eos=True)
     seen = []
     for version in range(3):
-        transport.push(version)
+        asyncio.run(publisher.publish(version))
         groups = collect(engine, tiny_codec, sampling, n=4)
         samples = [s for g in groups for s in g.samples]
         assert {int(v) for s in samples for v in s.weight_versions[s.loss_mask]} == {version}

@@ -14,12 +14,11 @@ from treadle.rollout.engines.server_start import Client, ServerLaunch
 from treadle.rollout.engines.sglang_engine import SglangDialect, start_sglang
 from treadle.rollout.engines.sglang_engine.dialect import ServedModel
 from treadle.rollout.engines.vllm_engine import VllmDialect, start_vllm
-from treadle.run.exchange import exchange
 from treadle.run.servers import KINDS
 from treadle.types import SamplingParams
-from treadle.weights import SentWeights
+from treadle.weights import SentWeights, broadcast, sglang_group
 from treadle.weights.cuda_ipc import CudaIpcSender
-from treadle.weights.named import BROADCASTS
+from treadle.weights.publisher import exchange
 from treadle.weights.shm import ShmSender
 
 pytestmark = [
@@ -39,8 +38,10 @@ def sender_of(engine_kind, way, weights):
     if way == "shm":
         return ShmSender(weights)
     device = torch.device("cuda:1" if way == "nccl" else "cpu")
-    broadcast = BROADCASTS[KINDS[engine_kind].broadcast]
-    return broadcast(weights, 1, backend=way, bucket_bytes=1 << 16, timeout_seconds=30.0, device=device)
+    open_sender = {broadcast.NAME: broadcast.open_broadcast, sglang_group.NAME: sglang_group.open_sglang_group}[
+        KINDS[engine_kind].broadcast
+    ]
+    return open_sender(weights, 1, backend=way, bucket_bytes=1 << 16, timeout_seconds=30.0, device=device)
 
 
 SMALL = {

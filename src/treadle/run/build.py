@@ -205,12 +205,14 @@ def build_critic(config: Config, grid: Grid, num_rollout: int, warn: Callable[[s
     return Critic(value_model, config, num_rollout * batch_arithmetic(config).num_steps_per_rollout, warn)
 
 
-def open_torch_engine(config: Config, model: PreTrainedModel, codec: Codec, compute: ComputeThread) -> TorchEngine:
-    """The embedded engine on this module, stepped on this thread."""
+def open_torch_engine(
+    config: Config, model: PreTrainedModel, codec: Codec, compute: ComputeThread, *, owns_weights: bool = False
+) -> TorchEngine:
+    """Open the embedded engine on this module, stepped by this thread."""
     rollout = config.rollout
     assert rollout.rollout_engine == "torch"
     limits = EngineLimits(rollout.max_running_requests, int(rollout.kv_cache_gib * GIB), config.model.fused_ops)
-    return TorchEngine(model, codec, limits, compute.executor)
+    return TorchEngine(model, codec, limits, compute.executor, owns_weights=owns_weights)
 
 
 async def open_manager(

@@ -13,6 +13,7 @@ from treadle.config import Config, recorded
 from treadle.errors import FailedSamplesError
 from treadle.metrics import Metric
 from treadle.models.context import context_length
+from treadle.rollout.engines.base import Engine
 from treadle.rollout.filters import load_filter
 from treadle.rollout.manager import RolloutManager
 from treadle.run import build
@@ -23,14 +24,15 @@ from treadle.run.loop import Schedule, train_loop
 from treadle.run.memory import PeakMemory
 from treadle.run.parts import Parts
 from treadle.run.rollouts import Generation, Rollouts
-from treadle.run.servers import LocalServers, ServerPlace, is_server
+from treadle.run.servers import ServerPlace, is_server, open_local_servers
 from treadle.run.session import Session, finish, is_finished, open_outputs, restore, schedule_of
 from treadle.run.state import random_state, seed_everything
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.checkpoint import save_checkpoint
 from treadle.training.trainer import Trainer
 from treadle.types import Group
-from treadle.weights import InprocTransport
+from treadle.weights import SentWeights
+from treadle.weights.in_process import publish_in_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -160,17 +162,14 @@ async def _open_engine(
 ) -> tuple[RolloutManager, Publish]:
     """Open what generates with the weights of this model, and what brings it to them when they have changed."""
     config, codec, progress = session.config, session.codec, session.progress
+    engine: Engine
     if is_server(config):
         progress.phase(f"starting {config.rollout.rollout_engine}")
         place = ServerPlace(session.model_path, codec, folder / "engines")
-        servers = await LocalServers.open(config, place, model, progress.warn, stack)
-        context = context_length(model.config)
-        return await build.open_manager(config, servers.pool, codec, context, stack), servers.publish
-    engine = build.open_torch_engine(config, model, codec, compute)
-    stack.push_async_callback(engine.close)
-    transport = InprocTransport(model, model, engine.set_version)
-
-    async def publish(version: int) -> None:
-        transport.push(version)
-
-    return await build.open_manager(config, engine, codec, context_length(model.config), stack), publish
+        engine, publisher = await open_local_servers(config, place, model, progress.warn, stack)
+    else:
+        engine = build.open_torch_engine(config, model, codec, compute)
+        stack.push_async_callback(engine.close)
+        publisher = publish_in_process(SentWeights(dict(model.named_parameters())), engine.receive, progress.warn)
+    manager = await build.open_manager(config, engine, codec, context_length(model.config), stack)
+    return manager, publisher.publish

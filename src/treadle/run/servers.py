@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -15,20 +16,25 @@ from urllib.parse import urlsplit
 from treadle.chat import Codec
 from treadle.config import Config
 from treadle.config.rollout_section import EngineValue
-from treadle.errors import ConfigError, EngineError, EngineLostError
+from treadle.errors import ConfigError, EngineError
 from treadle.models.context import context_length, context_note
 from treadle.models.load import compute_dtype, load_config, name_of, pick_device
-from treadle.rollout.engines.base import Engine
-from treadle.rollout.engines.pool import PUBLISH_TRIES, EnginePool, PoolLimits
+from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.rollout.engines.server_engine import Dialect, ServerEngine, ServerLimits
 from treadle.rollout.engines.server_start import Client, ServerLaunch
 from treadle.rollout.engines.sglang_engine import SglangDialect, connect_sglang, start_sglang
 from treadle.rollout.engines.sglang_engine.dialect import ServedModel
 from treadle.rollout.engines.vllm_engine import VllmDialect, connect_vllm, start_vllm
-from treadle.run.exchange import exchange
-from treadle.weights import Offer, SentWeights, broadcast, sglang_group
-from treadle.weights.base import WeightSender
-from treadle.weights.named import HOLDS_EVERYTHING, TransportPlan, open_sender
+from treadle.weights import (
+    Publisher,
+    SentWeights,
+    TransportPlan,
+    broadcast,
+    choose_transport,
+    open_sender,
+    sglang_group,
+)
+from treadle.weights.publisher import LocalSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,98 +163,36 @@ def _launch(config: Config, place: ServerPlace, index: int) -> ServerLaunch:
     )
 
 
-class LocalServers:
-    """The servers of a run in one process, and how the trainer's weights reach them."""
+async def open_local_servers(
+    config: Config, place: ServerPlace, model: PreTrainedModel, warn: Callable[[str], None], stack: AsyncExitStack
+) -> tuple[EnginePool, Publisher]:
+    """Start or reach the servers of a run in one process, and return what brings them to the trainer's weights.
 
-    def __init__(self, config: Config, place: ServerPlace, model: PreTrainedModel, warn: Callable[[str], None]):
-        self._config, self._place, self._model, self._warn = config, place, model, warn
-        self._offer: Offer | None = None
-        self._sender: WeightSender | None = None
-        self._pool: EnginePool | None = None
+    If a server restarts while the trainer changes its weights, it may read some of them too early. It does no harm: nothing is
+    generated before the next publish.
+    """
+    count = max(1, len(config.engine.rollout_external_engine_addrs))
+    engines = await asyncio.gather(*(open_server(config, place, i) for i in range(count)))
+    pool = EnginePool(engines, partial(open_server, config, place), pool_limits(config), warn)
+    stack.push_async_callback(pool.close)
+    plan = _transport_plan(config, place, await pool.num_receivers())
+    sender = open_sender(plan, SentWeights(dict(model.named_parameters())))
+    stack.callback(sender.close)
+    publisher = Publisher(LocalSource(sender), pool.receive, warn, partial(pool.prepare, "wait"))
+    pool.republish = lambda: publisher.repeat(lambda: pool.wants_weights)
+    return pool, publisher
 
-    @classmethod
-    async def open(
-        cls,
-        config: Config,
-        place: ServerPlace,
-        model: PreTrainedModel,
-        warn: Callable[[str], None],
-        stack: AsyncExitStack,
-    ) -> LocalServers:
-        """Start (or reach) all servers; they have the trainer's weights after the first `publish`."""
-        count = max(1, len(config.engine.rollout_external_engine_addrs))
-        servers = cls(config, place, model, warn)
-        engines = await asyncio.gather(*(open_server(config, place, i) for i in range(count)))
-        servers._pool = EnginePool(engines, servers._start_again, pool_limits(config), warn)
-        stack.push_async_callback(servers._pool.close)
-        servers._sender = await servers._open_sender(engines)
-        stack.callback(servers._sender.close)
-        return servers
 
-    @property
-    def pool(self) -> EnginePool:
-        assert self._pool is not None, "open first"
-        return self._pool
-
-    async def publish(self, version: int) -> None:
-        """Bring all servers to the trainer's weights; one that dies meanwhile is restarted and offered them again."""
-        sender = self._sender
-        assert sender is not None, "open first"
-        for tries_left in reversed(range(PUBLISH_TRIES)):
-            await self.pool.prepare("wait")
-            offer = await asyncio.to_thread(sender.offer, version)
-
-            async def apply(engine: Engine, offer: Offer = offer) -> None:
-                assert isinstance(engine, ServerEngine)
-                await engine.receive(offer)
-
-            errors = await exchange(offer.transport, self.pool.update(apply), lambda: asyncio.to_thread(sender.deliver))
-            if not errors:
-                break
-            if not tries_left or not any(isinstance(error, EngineLostError) for error in errors):
-                raise errors[0]
-            self._warn(f"weights {version} did not reach every engine ({errors[0]}); they are sent again")
-        self._offer = offer
-
-    async def _start_again(self, index: int) -> Engine:
-        """A new server with the weights of the last publish.
-
-        Where an offer does not hold them they are sent to it alone. While the trainer changes them nothing is generated
-        before the next publish, so what it then reads does no harm.
-        """
-        engine, offer = await open_server(self._config, self._place, index), self._offer
-        try:
-            if offer is not None and offer.transport in HOLDS_EVERYTHING:
-                await engine.receive(offer)
-            elif offer is not None:
-                await self._send_again(engine, offer.version)
-        except BaseException:
-            await engine.close()
-            raise
-        return engine
-
-    async def _send_again(self, engine: ServerEngine, version: int) -> None:
-        sender = await self._open_sender([engine])
-        try:
-            offer = await asyncio.to_thread(sender.offer, version)
-            receiving = engine.receive(offer)
-            for error in await exchange(offer.transport, receiving, lambda: asyncio.to_thread(sender.deliver)):
-                raise error
-        finally:
-            sender.close()
-
-    async def _open_sender(self, engines: Sequence[ServerEngine]) -> WeightSender:
-        """The trainer's end of the transport that was asked for, to these servers."""
-        config, asked = self._config, self._config.cluster
-        workers = [await engine.num_workers() for engine in engines]
-        name: str = "shm" if asked.weight_transport == "auto" else asked.weight_transport
-        where = self._place.logs / "weights" if asked.weight_folder is None else Path(asked.weight_folder)
-        # A server that is started here is on the trainer's GPU, and two ranks of NCCL can't share one.
-        external = config.engine.rollout_external_engine_addrs
-        backend = "nccl" if external and pick_device(config.model.device).type == "cuda" else "gloo"
-        name = transport_name(config, name)
-        plan = TransportPlan(name, sum(workers), where.absolute(), host=host_towards(external), backend=backend)
-        return open_sender(plan, SentWeights(dict(self._model.named_parameters())))
+def _transport_plan(config: Config, place: ServerPlace, num_receivers: int) -> TransportPlan:
+    cluster, external = config.cluster, config.engine.rollout_external_engine_addrs
+    on_gpu = pick_device(config.model.device).type == "cuda"
+    name = choose_transport(cluster.weight_transport, on_one_node=True, on_gpu=on_gpu)
+    folder = place.logs / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
+    # A server that is started here is on the trainer's GPU, and two ranks of NCCL cannot share one.
+    backend = "nccl" if external and on_gpu else "gloo"
+    return TransportPlan(
+        transport_name(config, name), num_receivers, folder.absolute(), host=host_towards(external), backend=backend
+    )
 
 
 def host_towards(addresses: Sequence[str]) -> str:

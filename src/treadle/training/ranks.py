@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.errors import RankError
-from treadle.weights.rendezvous import open_meeting
+from treadle.weights.rendezvous import open_rendezvous
 
 LOOPBACK = "127.0.0.1"
 _CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def join_ranks(
 
 def _store(rank: int, size: int, at: Path | int, address: str, timeout: timedelta) -> dist.Store:
     if isinstance(at, int):
-        return open_meeting(address, at, timeout) if rank == 0 else dist.TCPStore(address, at, None, False, timeout)
+        return open_rendezvous(address, at, timeout) if rank == 0 else dist.TCPStore(address, at, None, False, timeout)
     store = dist.FileStore(str(at), size)
     store.set_timeout(timeout)
     return store

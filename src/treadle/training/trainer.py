@@ -19,13 +19,13 @@ from treadle.config import BatchArithmetic, Config
 from treadle.errors import ModelError, first_line
 from treadle.metrics import Metric, metric
 from treadle.models.load import save_model, untrained_tensors, write_model_config
+from treadle.models.offload import HostCopies
 from treadle.models.recompute import recompute_layers
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.critic import Critic
 from treadle.training.micro_batches import MicroBatch, MicroBatches, Passes, with_last
-from treadle.training.offload import HostCopies
 from treadle.training.optimizer import MasterOptimizer
 from treadle.training.parallel import ParallelModel, as_parallel, local_part
 from treadle.training.policy_loss import (

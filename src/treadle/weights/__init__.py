@@ -5,20 +5,24 @@ from treadle.weights.base import (
     WeightReceiver,
     WeightSender,
     WeightSpec,
-    WeightTransport,
     check_specs,
 )
-from treadle.weights.in_process import InprocTransport
+from treadle.weights.publisher import Publisher
 from treadle.weights.served_weights import SentWeights, ServedWeights
+from treadle.weights.transport import Transport, TransportPlan, choose_transport, find_transport, open_sender
 
 __all__ = [
-    "InprocTransport",
     "Offer",
+    "Publisher",
     "SentWeights",
     "ServedWeights",
+    "Transport",
+    "TransportPlan",
     "WeightReceiver",
     "WeightSender",
     "WeightSpec",
-    "WeightTransport",
     "check_specs",
+    "choose_transport",
+    "find_transport",
+    "open_sender",
 ]

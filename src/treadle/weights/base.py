@@ -1,14 +1,13 @@
-"""Handing new weights from the trainer to an engine: what both sides agree on.
+"""The weight transport seam: what the trainer's end and the engine's end of every transport do.
 
-Inside one process a `WeightTransport` does it in one call. Between processes a transport has two ends, and an `Offer`
-of plain JSON travels between them on whatever channel the run already has (a Ray call, HTTP):
+An `Offer` of plain JSON goes from one end to the other on the channel that the run already has (a Ray call, HTTP):
 
-    offer = sender.offer(version)          trainer: the weights of now are ready under this version
+    offer = sender.offer(version)          trainer: the current weights are ready under this version
     receiver.receive(offer)                every engine, while it is paused between two tokens
     sender.deliver()                       trainer, meanwhile: returns when its part is done
 
-Both ends check names, shapes and dtypes before the first byte moves. An update is whole, or the engine keeps its old
-weights, or it refuses to serve until a whole one succeeds; it never generates with a mixture.
+Both ends compare names, shapes and dtypes before the first byte moves. An update is complete, or the engine keeps its old
+weights, or it refuses to serve until a complete one succeeds; it never generates with a mixture.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a sender tells every receiver: a version, what its weights are called and look like, where they are."""
+    """What a sender tells every receiver: a version, the names, shapes and dtypes of its weights, and where they are."""
 
     transport: str
     version: int
@@ -71,7 +70,7 @@ class Offer:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Offer:
-        """Read what `to_json` wrote; raises `EngineError` where it is anything else."""
+        """Read what `to_json` wrote; raises `EngineError` if it is anything else."""
         try:
             specs = {
                 str(name): WeightSpec(tuple(int(n) for n in shape), DTYPES[dtype])
@@ -82,51 +81,40 @@ class Offer:
             raise EngineError(f"this is no offer of weights ({error!r}): {str(data)[:200]}") from error
 
 
-class WeightTransport(Protocol):
-    """Brings an engine to a new version of the weights, both ends in one call."""
-
-    def push(self, version: int) -> None:
-        """Make the engine generate with the trainer's current weights, called `version`.
-
-        Raises `EngineError` before anything changes where names, shapes or dtypes differ or the version is older.
-        """
-        ...
-
-
 class WeightSender(Protocol):
-    """The trainer's end of a transport between processes."""
+    """The trainer's end of a transport."""
 
     def offer(self, version: int) -> Offer:
-        """Make the weights of now ready as `version`; the same version may be offered again, an older one may not.
+        """Offer the current weights as `version`. The same version may be offered again, an older one may not.
 
         The trainer may change its weights once `deliver` has returned.
         """
         ...
 
     def deliver(self) -> None:
-        """Take part in what was offered while the receivers receive; at once where the offer holds everything.
+        """Do the sender's part while the receivers receive; return at once if the offer holds everything.
 
-        Raises `EngineError` where an engine refused or was lost; the next offer starts afresh.
+        Raises `EngineError` if an engine refused or died; the next offer starts over.
         """
         ...
 
     def close(self) -> None:
-        """Free everything and leave no file behind. Receivers that still read are not disturbed."""
+        """Free everything and remove all files. Receivers that still read are not disturbed."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """The engine's end of a transport between processes."""
+    """The engine's end of a transport."""
 
     @property
     def served(self) -> ServedWeights:
-        """The engine's weights; they outlive the receiver."""
+        """The engine's weights, which outlive the receiver."""
         ...
 
     def receive(self, offer: Offer) -> None:
-        """Bring the engine's weights to the offered version, whole. Nothing may generate meanwhile.
+        """Bring the engine's weights to the offered version. Nothing may generate meanwhile.
 
-        Raises `EngineError`; `ServedWeights.torn` then says whether the old weights are still whole.
+        Raises `EngineError`; `ServedWeights.torn` then says whether the old weights are still complete.
         """
         ...
 
@@ -136,7 +124,7 @@ class WeightReceiver(Protocol):
 
 
 def check_specs(sent: Mapping[str, WeightSpec], held: Mapping[str, WeightSpec]) -> None:
-    """Raise `EngineError` naming the first weight that the two sides do not agree on."""
+    """Raise `EngineError` naming the first weight on which the two sides differ."""
     for name in sorted(sent.keys() | held.keys()):
         if name not in held:
             raise EngineError(f"weight {name!r} is sent, but the engine has no such weight; is it another model?")

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec
 from treadle.weights.served_weights import SentWeights, ServedWeights
+from treadle.weights.transport import Transport
 
 NAME = "cuda_ipc"
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -156,3 +157,13 @@ def _same_gpu(uuid: str) -> int:
     if not found:
         raise EngineError(f"the trainer's weights are on GPU {uuid}, which this engine does not see; use broadcast")
     return found[0]
+
+
+TRANSPORT = Transport(
+    NAME,
+    lambda weights, plan: CudaIpcSender(weights),
+    CudaIpcReceiver,
+    needs_one_node=True,
+    needs_gpu=True,
+    delivers_after=True,
+)

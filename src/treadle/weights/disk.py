@@ -21,6 +21,7 @@ from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec, check_specs
 from treadle.weights.served_weights import SentWeights, ServedWeights
 from treadle.weights.tensor_layout import as_bytes
+from treadle.weights.transport import Transport
 from treadle.weights.version_folders import Manifest, VersionWriter, check_files, file_paths, read_manifest
 
 NAME = "disk"
@@ -165,3 +166,6 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Digest of all weights as they are now."""
     with torch.no_grad():
         return digest_of_weights({name: digest_of(tensor) for name, tensor in tensors.items()})
+
+
+TRANSPORT = Transport(NAME, lambda weights, plan: DiskSender(weights, plan.folder), DiskReceiver, holds_everything=True)

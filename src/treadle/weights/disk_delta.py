@@ -33,6 +33,7 @@ from treadle.weights.disk import (
 from treadle.weights.parallel_copy import spread
 from treadle.weights.served_weights import SentWeights, ServedWeights
 from treadle.weights.tensor_layout import as_bytes
+from treadle.weights.transport import Transport
 from treadle.weights.version_folders import Base, Manifest, VersionWriter, check_files, read_manifest
 
 NAME = "disk-delta"
@@ -189,3 +190,8 @@ def _read_delta(paths: list[Path]) -> Iterator[tuple[str, Block, memoryview]]:
             size = sum(planes)
             yield name, Block(start, count, num_changed, gap_bytes, tuple(planes)), data[at : at + size]
             at += size
+
+
+TRANSPORT = Transport(
+    NAME, lambda weights, plan: DeltaSender(weights, plan.folder), DeltaReceiver, holds_everything=True
+)

@@ -1,4 +1,4 @@
-"""What the two ends of every transport share: the trainer's named weights, and the engine's with their version."""
+"""The weights at the two ends of every transport: the trainer's, and the engine's with their version."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from treadle.weights.parallel_copy import copy_and_digest, copy_pairs
 
 
 class SentWeights:
-    """The trainer's weights as the engine wants them.
+    """The trainer's weights in the dtype that the engine needs.
 
-    `dtype` is that of the engine: floating-point weights are converted while they are copied out (round to nearest
-    even), so float32 masters feed a bfloat16 engine. None sends every weight in its own dtype.
+    Floating-point weights are converted to `dtype` while they are copied out (round to nearest even), so that float32
+    masters feed a bfloat16 engine. None sends every weight in its own dtype.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None):
@@ -33,7 +33,7 @@ class SentWeights:
         return sum(spec.num_bytes for spec in self.specs.values())
 
     def take(self, version: int) -> None:
-        """Note that this version is sent now; raises `EngineError` where a newer one was before."""
+        """Record that this version is sent now; raises `EngineError` if a newer one was sent before."""
         if self.last_version is not None and version < self.last_version:
             raise EngineError(f"version {version} can't be sent after version {self.last_version}; versions only rise")
         self.last_version = version
@@ -42,15 +42,15 @@ class SentWeights:
         return self._tensors[name].detach()
 
     def copy_to(self, targets: Mapping[str, Tensor]) -> str:
-        """Copy every weight into the target of its name, contiguous on the CPU; returns the targets' digest."""
+        """Copy every weight into the target of its name, which is contiguous on the CPU; return the targets' digest."""
         return copy_and_digest((targets[name], self[name]) for name in self.specs)
 
 
 class ServedWeights:
-    """The engine's weights: named tensors that are written in place, the version they hold, whether they are whole.
+    """The engine's weights: named tensors that are written in place, their version, and whether an update broke off.
 
-    `set_version` is called after each update. `version` is None while the engine still has what it was loaded with.
-    One object outlives receivers and senders that come and go.
+    `set_version` is called after each update. `version` is None until the first update. `torn` says which update broke off
+    half-way, and is None if the weights are complete. One object outlives receivers and senders.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], set_version: Callable[[int], None], version: int | None = None):
@@ -60,9 +60,9 @@ class ServedWeights:
         self.torn: str | None = None
         self._set_version = set_version
 
-    def check(self, offer: Offer, transport: str) -> None:
-        """Raise `EngineError` where the offer is of another transport, another model or an older version."""
-        if offer.transport != transport:
+    def check(self, offer: Offer, transport: str | None = None) -> None:
+        """Raise `EngineError` if the offer is of another transport (unless None), another model or an older version."""
+        if transport is not None and offer.transport != transport:
             raise EngineError(f"weights are offered by {offer.transport!r}, this engine receives by {transport!r}")
         self.check_version(offer.version)
         check_specs(offer.specs, self.specs)
@@ -78,7 +78,7 @@ class ServedWeights:
 
     @contextmanager
     def writing(self, version: int) -> Iterator[None]:
-        """While weights are written: what breaks off inside leaves the engine torn, what ends well is `version`."""
+        """Write weights inside: an error leaves the engine torn, success makes its weights `version`."""
         self.torn = f"the update to version {version} broke off half-way; push a whole version"
         try:
             with torch.no_grad():
@@ -92,15 +92,15 @@ class ServedWeights:
         self._set_version(version)
 
     def copy_from(self, sources: Mapping[str, Tensor], version: int) -> None:
-        """Take every weight from the source of its name, as one update."""
+        """Copy every weight from the source of its name, as one update."""
         with self.writing(version):
             self.copy(sources)
 
     def copy(self, sources: Mapping[str, Tensor]) -> None:
-        """The same as part of an update; nothing is copied where the two are the same memory."""
+        """Copy as part of an update; nothing is copied if the two are the same memory."""
         copy_pairs((t, sources[name]) for name, t in self.tensors.items() if t.data_ptr() != sources[name].data_ptr())
 
     def ensure_whole(self) -> None:
-        """Raise `EngineError` where the last update broke off and no whole one has come since."""
+        """Raise `EngineError` if the last update broke off and no complete one has come since."""
         if self.torn is not None:
             raise EngineError(self.torn)

@@ -34,6 +34,7 @@ from treadle.weights.base import Offer
 from treadle.weights.parallel_copy import digest
 from treadle.weights.served_weights import SentWeights, ServedWeights
 from treadle.weights.tensor_layout import Layout
+from treadle.weights.transport import Transport
 
 NAME = "shm"
 PREFIX = "treadle-weights-"
@@ -283,3 +284,8 @@ def _no_room(folder: Path, size: int, error: OSError) -> str:
         f"{folder} has {free / GIB:.2f} GiB free, one version of the weights needs {size / GIB:.2f} GiB and two are "
         "kept; free some space, enlarge it (Docker: --shm-size) or give another folder"
     )
+
+
+TRANSPORT = Transport(
+    NAME, lambda weights, plan: ShmSender(weights), ShmReceiver, needs_one_node=True, holds_everything=True
+)

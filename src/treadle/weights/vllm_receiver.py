@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from treadle.errors import EngineError
 from treadle.weights import broadcast
 from treadle.weights.base import Offer, WeightSpec, check_specs
-from treadle.weights.offered import expected_specs, opened
+from treadle.weights.whole_offer import expected_specs, opened
 
 
 @dataclass

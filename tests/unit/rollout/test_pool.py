@@ -8,10 +8,16 @@ from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
 from treadle.types import SamplingParams, Status
+from treadle.weights import Offer
 
 SECONDS = 60.0
 QUIET = PoolLimits(check_interval_seconds=1000.0, check_timeout_seconds=1.0, max_restarts=2)
 LONG = SamplingParams(60, seed=5, ignore_eos=True)
+
+
+async def take(engine, offer):
+    """Receive an offer."""
+    engine.engine.hold_version(offer.version)
 
 
 class Losable:
@@ -19,6 +25,7 @@ class Losable:
 
     def __init__(self, engine):
         self.engine, self.is_lost, self.hangs, self.closed, self.served = engine, asyncio.Event(), False, False, []
+        self.apply = None  # what a test has it do with an offer
 
     @property
     def version(self):
@@ -45,6 +52,15 @@ class Losable:
         if self.is_lost.is_set():
             raise EngineLostError("its process died")
         await call()
+
+    async def receive(self, offer):
+        await self._call(lambda: (self.apply or take)(self, offer))
+
+    async def set_version(self, version):
+        await self._call(lambda: self.engine.set_version(version))
+
+    async def num_receivers(self):
+        return 2
 
     async def abort(self):
         await self._call(self.engine.abort)
@@ -88,7 +104,7 @@ def pooled(tiny_model, tiny_codec):
                 if not starts:
                     raise EngineError("no memory")
                 engines.append(make())
-                engines[-1].engine.set_version(-1 if bare else engines[1 - index].version)
+                engines[-1].engine.hold_version(-1 if bare else engines[1 - index].version)
                 return engines[-1]
 
             pool = EnginePool(engines[:count], start, limits, notes.append)
@@ -100,6 +116,13 @@ def pooled(tiny_model, tiny_codec):
         return asyncio.run(asyncio.wait_for(main(), SECONDS))
 
     return run
+
+
+async def receive(pool, engines, apply, version=2, transport="broadcast"):
+    """Have the pool receive an offer; each engine does `apply` with it."""
+    for engine in engines:
+        engine.apply = apply
+    await pool.receive(Offer(transport, version, {}, {}))
 
 
 async def complete(engine, prompt, sampling=LONG, n=2):
@@ -131,7 +154,7 @@ def test_a_lost_engine_costs_no_sample_and_gives_none_twice(pooled):
         got = [tokens(await task) for task in running]
         while len(engines) < 3:
             await asyncio.sleep(0.01)
-        return want, got, engines[1].closed, pool.num_redone, notes
+        return want, got, engines[1].closed, sum(len(engine.served) for engine in engines) - 2 * len(prompts), notes
 
     want, got, closed, redone, notes = pooled(use)
     assert got == want
@@ -141,13 +164,11 @@ def test_a_lost_engine_costs_no_sample_and_gives_none_twice(pooled):
     assert "engine 1 is back" in notes[-1]
 
 
-def test_an_engine_started_anew_generates_only_with_weights_of_the_run(pooled):
+def test_a_restarted_engine_generates_only_with_weights_of_the_run(pooled):
     """It waits for the publish that its transport needs, and so do its prompts."""
 
     async def use(pool, engines, notes):
-        async def apply(engine):
-            engine.engine.set_version(3)
-
+        await receive(pool, engines, take, version=0)
         running = asyncio.create_task(complete(pool, [5]))
         await asyncio.sleep(0.02)
         engines[0].is_lost.set()
@@ -155,8 +176,10 @@ def test_an_engine_started_anew_generates_only_with_weights_of_the_run(pooled):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert engines[1].served == []
+        assert pool.wants_weights
         await pool.prepare("wait")
-        await pool.update(apply)
+        await pool.receive(Offer("broadcast", 3, {}, {}))
+        assert not pool.wants_weights
         return await running, notes
 
     completions, notes = pooled(use, count=1, bare=True)
@@ -164,15 +187,74 @@ def test_an_engine_started_anew_generates_only_with_weights_of_the_run(pooled):
     assert notes[-1] == "engine 0 is back and waits for weights"
 
 
+def test_a_restarted_engine_receives_an_offer_that_holds_everything(pooled):
+    async def use(pool, engines, notes):
+        await receive(pool, engines, take, version=4, transport="shm")
+        engines[0].is_lost.set()
+        return tokens(await complete(pool, [5])), pool.version, notes
+
+    got, version, notes = pooled(use, count=1, bare=True)
+    assert (len(got), version) == (2, 4)
+    assert notes[-1] == "engine 0 is back with the weights of version 4"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_restarted_engine_has_the_weights_published_again(pooled, fails):
+    async def use(pool, engines, notes):
+        async def republish():
+            if fails:
+                raise EngineError("the trainer's weights are gone")
+            await pool.prepare("wait")
+            await pool.receive(Offer("broadcast", 4, {}, {}))
+
+        pool.republish = republish
+        await receive(pool, engines, take, version=4)
+        engines[0].is_lost.set()
+        return tokens(await complete(pool, [5])), pool.version
+
+    if fails:
+        with pytest.raises(EngineError, match="the trainer's weights are gone"):
+            pooled(use, count=1, bare=True)
+    else:
+        got, version = pooled(use, count=1, bare=True)
+        assert (len(got), version) == (2, 4)
+
+
+def test_weights_of_a_run_that_never_trains_are_named_on_restarted_engines_too(pooled):
+    async def use(pool, engines, notes):
+        await pool.set_version(7)
+        engines[0].is_lost.set()
+        await complete(pool, [5])
+        return pool.version, await pool.num_receivers()
+
+    assert pooled(use, count=1, bare=True) == (7, 2)
+
+
+def test_an_engine_that_cannot_be_brought_up_is_closed(pooled, monkeypatch):
+    async def use(pool, engines, notes):
+        await receive(pool, engines, take, version=4, transport="shm")
+
+        async def refuse(engine, offer):
+            raise EngineError("another model")
+
+        monkeypatch.setattr(Losable, "receive", refuse)
+        engines[0].is_lost.set()
+        with pytest.raises(EngineError, match="2 restarts in a row"):
+            await complete(pool, [5])
+        return [engine.closed for engine in engines]
+
+    assert pooled(use, count=1, bare=True) == [True, True, True]
+
+
 def test_a_lost_engine_comes_before_what_others_say_of_it(pooled):
     """An exchange that all take part in fails everywhere when one is lost; that one is the reason to try again."""
 
     async def use(pool, engines, notes):
-        async def apply(engine):
+        async def apply(engine, offer):
             raise EngineLostError("gone") if engine is engines[1] else EngineError("a peer closed the connection")
 
         with pytest.raises(EngineLostError, match="gone"):
-            await pool.update(apply)
+            await receive(pool, engines, apply)
 
     pooled(use)
 
@@ -194,7 +276,7 @@ def test_engines_that_never_come_back_end_the_request_with_the_remedy(pooled):
         running = asyncio.create_task(complete(pool, [5]))
         await asyncio.sleep(0.02)
         engines[0].is_lost.set()
-        with pytest.raises(EngineError, match=r"engine 0 was lost and 2 restarts in a row.*--max-restarts"):
+        with pytest.raises(EngineError, match=r"engine 0 died and 2 restarts in a row.*--max-restarts"):
             await running
         return notes
 
@@ -205,15 +287,12 @@ def test_engines_that_never_come_back_end_the_request_with_the_remedy(pooled):
 def test_what_is_in_flight_when_new_weights_come(pooled, on_publish, versions):
     async def use(pool, engines, notes):
         for engine in engines:
-            engine.engine.set_version(1)
+            engine.engine.hold_version(1)
         running = asyncio.create_task(complete(pool, [5], SamplingParams(200, seed=5, ignore_eos=True)))
         await complete(pool, [7], SamplingParams(2, ignore_eos=True), n=1)
 
-        async def apply(engine):
-            engine.engine.set_version(2)
-
         await pool.prepare(on_publish)
-        await pool.update(apply)
+        await receive(pool, engines, take)
         return await running, pool.version
 
     completions, version = pooled(use)
@@ -226,16 +305,16 @@ def test_what_is_in_flight_when_new_weights_come(pooled, on_publish, versions):
 
 def test_an_engine_lost_while_weights_come_is_replaced_and_the_publish_says_so(pooled):
     async def use(pool, engines, notes):
-        async def apply(engine):
+        async def apply(engine, offer):
             if engine is engines[0]:
                 engine.is_lost.set()
                 raise EngineLostError("its process died")
 
         await pool.prepare("wait")
         with pytest.raises(EngineLostError):
-            await pool.update(apply)
+            await receive(pool, engines, apply)
         await pool.prepare("wait")  # waits for the new engine
-        await pool.update(lambda engine: asyncio.sleep(0))
+        await pool.receive(Offer("broadcast", 2, {}, {}))
         return len(engines), tokens(await complete(pool, [5]))
 
     count, got = pooled(use)
@@ -245,12 +324,12 @@ def test_an_engine_lost_while_weights_come_is_replaced_and_the_publish_says_so(p
 
 def test_a_refusal_of_weights_is_raised_and_requests_go_on(pooled):
     async def use(pool, engines, notes):
-        async def apply(engine):
+        async def apply(engine, offer):
             raise EngineError("other shapes")
 
         await pool.prepare("wait")
         with pytest.raises(EngineError, match="other shapes"):
-            await pool.update(apply)
+            await receive(pool, engines, apply)
         return len(await complete(pool, [5]))
 
     assert pooled(use) == 2

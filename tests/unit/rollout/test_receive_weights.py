@@ -41,7 +41,7 @@ def use(tiny_model, tiny_codec):
         async def whole():
             model = copy.deepcopy(tiny_model)
             engine = TorchEngine(model, tiny_codec, EngineLimits(8, 1 << 26))
-            served = ServedWeights(dict(model.named_parameters()), engine.set_version)
+            served = ServedWeights(dict(model.named_parameters()), engine.hold_version)
             try:
                 await main(engine, served)
             finally:
@@ -74,7 +74,7 @@ def test_a_sample_goes_on_with_the_new_weights_and_says_which_token_is_whose(use
     async def main(engine, served):
         running = asyncio.create_task(generate(engine))
         await wait_until(lambda: engine._scheduler.rows)
-        await engine.receive_weights(Receiver(served), offer(3, served))
+        await engine.receive_by(Receiver(served), offer(3, served))
         versions = (await running).weight_versions.tolist()
         assert set(versions) == {0, 3}
         assert versions == sorted(versions)
@@ -90,14 +90,14 @@ def test_an_update_that_breaks_off_aborts_what_runs_and_refuses_what_comes(use):
         running = asyncio.create_task(generate(engine))
         await wait_until(lambda: engine._scheduler.rows)
         with pytest.raises(EngineError, match=r"version 3 broke off: cable pulled"):
-            await engine.receive_weights(Receiver(served, break_off), offer(3, served))
+            await engine.receive_by(Receiver(served, break_off), offer(3, served))
         aborted = await running
         assert aborted.status is Status.ABORTED
         assert set(aborted.weight_versions.tolist()) <= {0}  # no token of the mixture
         for refused in (generate(engine), engine.health()):
             with pytest.raises(EngineError, match="no whole weights"):
                 await refused
-        await engine.receive_weights(Receiver(served), offer(3, served))
+        await engine.receive_by(Receiver(served), offer(3, served))
         await engine.health()
         assert set((await generate(engine)).weight_versions.tolist()) == {3}
 
@@ -109,7 +109,7 @@ def test_a_caller_that_gives_up_does_not_let_anything_generate_half_way(use):
 
     async def main(engine, served):
         before = torch.cat([t.flatten() for t in served.tensors.values()]).clone()
-        update = asyncio.create_task(engine.receive_weights(Receiver(served, lambda: gate.wait(30)), offer(3, served)))
+        update = asyncio.create_task(engine.receive_by(Receiver(served, lambda: gate.wait(30)), offer(3, served)))
         await wait_until(lambda: served.torn)
         update.cancel()
         running = asyncio.create_task(generate(engine, SamplingParams(3, ignore_eos=True)))

@@ -14,7 +14,7 @@ from treadle.errors import EngineError
 from treadle.weights import Offer, SentWeights, WeightSpec
 from treadle.weights.base import DTYPES
 from treadle.weights.cuda_ipc import pickled_handles
-from treadle.weights.sglang_group import GroupSender
+from treadle.weights.sglang_group import open_sglang_group
 
 
 def fine(path, body):
@@ -85,7 +85,7 @@ def many_dir(tmp_path):
 
 
 def group_sender(**tensors):
-    return GroupSender(SentWeights(tensors), 1, bucket_bytes=64, timeout_seconds=20)
+    return open_sglang_group(SentWeights(tensors), 1, bucket_bytes=64, timeout_seconds=20)
 
 
 async def both_ends(engine, sender, version):
@@ -125,7 +125,7 @@ def test_an_update_by_broadcast_that_breaks_off_ends_group_and_session_and_the_n
     told, many_dir, rank
 ):
     tensors = {"a": torch.zeros(2, 3), "b": torch.ones(1), "c": torch.arange(50.0)}
-    sender = GroupSender(SentWeights(tensors), 1, bucket_bytes=64, timeout_seconds=3)
+    sender = open_sglang_group(SentWeights(tensors), 1, bucket_bytes=64, timeout_seconds=3)
     refusals = ["/begin_weight_update", "/update_weights_from_distributed"]
 
     def answers(path, body):

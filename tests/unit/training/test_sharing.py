@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from treadle.errors import CheckpointError, ConfigError, RankError
+from treadle.models.offload import HostCopies
 from treadle.training.micro_batches import with_last
-from treadle.training.offload import HostCopies
 from treadle.training.packing import empty_row
 from treadle.training.parallel import ParallelSpec, as_parallel, gathered, part_of
 from treadle.training.policy_loss import empty_loss

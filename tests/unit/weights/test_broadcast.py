@@ -9,7 +9,7 @@ import torch
 
 from treadle.errors import EngineError
 from treadle.weights import SentWeights
-from treadle.weights.broadcast import BroadcastReceiver, BroadcastSender
+from treadle.weights.broadcast import BroadcastReceiver, open_broadcast
 
 
 def push(sender, receivers, version) -> list[str | None]:
@@ -39,7 +39,7 @@ def weights():
 
 
 def test_all_engines_get_the_same_in_one_group(weights, served_like):
-    sender = BroadcastSender(SentWeights(weights), 2, bucket_bytes=1000, timeout_seconds=20.0)
+    sender = open_broadcast(SentWeights(weights), 2, bucket_bytes=1000, timeout_seconds=20.0)
     receivers = [BroadcastReceiver(served_like(weights)) for _ in range(2)]
     for version in (1, 2):
         weights["a"].add_(1)
@@ -51,7 +51,7 @@ def test_all_engines_get_the_same_in_one_group(weights, served_like):
 
 
 def test_if_one_engine_refuses_none_is_changed_and_the_group_goes_on(weights, served_like):
-    sender = BroadcastSender(SentWeights(weights), 2, timeout_seconds=20.0, bucket_bytes=4096)
+    sender = open_broadcast(SentWeights(weights), 2, timeout_seconds=20.0, bucket_bytes=4096)
     receivers = [BroadcastReceiver(served_like(weights)) for _ in range(2)]
     receivers[1].served.version = 5
     said = push(sender, receivers, 4)
@@ -78,7 +78,7 @@ class Lost(dict[str, torch.Tensor]):
 
 
 def test_a_sender_that_breaks_off_lets_the_engine_go_at_once(weights, served_like):
-    sender = BroadcastSender(SentWeights(Lost(weights)), 1, bucket_bytes=1000, timeout_seconds=20.0)
+    sender = open_broadcast(SentWeights(Lost(weights)), 1, bucket_bytes=1000, timeout_seconds=20.0)
     receiver = BroadcastReceiver(served_like(weights))
     offer, began = sender.offer(1), time.monotonic()
     with ThreadPoolExecutor(1) as pool:
@@ -95,13 +95,13 @@ def test_a_sender_that_breaks_off_lets_the_engine_go_at_once(weights, served_lik
 
 
 def test_an_engine_that_never_comes_is_a_deadline_not_a_hang(weights, served_like):
-    sender = BroadcastSender(SentWeights(weights), 2, timeout_seconds=1.0, bucket_bytes=4096)
+    sender = open_broadcast(SentWeights(weights), 2, timeout_seconds=1.0, bucket_bytes=4096)
     receiver = BroadcastReceiver(served_like(weights))
     began = time.monotonic()
     said = push(sender, [receiver], 1)
     assert time.monotonic() - began < 15
     assert said[0] is not None
-    assert "version 1 did not reach all 2 engines in 1 s" in said[0]
+    assert "version 1 did not reach all 2 ranks of the engines in 1 s" in said[0]
     assert said[1] is not None
     assert (receiver.served.version, receiver.served.torn) == (None, None)
     both = [receiver, BroadcastReceiver(served_like(weights))]
@@ -111,10 +111,10 @@ def test_an_engine_that_never_comes_is_a_deadline_not_a_hang(weights, served_lik
 
 def test_bytes_that_differ_after_all_are_noticed(weights, monkeypatch, served_like):
     """One engine's copy is changed on the way, as broken memory would."""
-    sender = BroadcastSender(SentWeights(weights), 1, timeout_seconds=20.0, bucket_bytes=4096)
+    sender = open_broadcast(SentWeights(weights), 1, timeout_seconds=20.0, bucket_bytes=4096)
     receiver = BroadcastReceiver(served_like(weights))
     assert push(sender, [receiver], 1) == [None, None]
-    group = receiver._intake._meeting._group
+    group = receiver._intake._ranks._group
     assert group is not None
     honest = group.broadcast
 
@@ -133,7 +133,7 @@ def test_bytes_that_differ_after_all_are_noticed(weights, monkeypatch, served_li
 
 
 def test_an_unknown_backend_is_refused(weights, served_like):
-    sender = BroadcastSender(SentWeights(weights), 1, backend="pigeon", device=torch.device("cpu"), timeout_seconds=5.0)
+    sender = open_broadcast(SentWeights(weights), 1, backend="pigeon", device=torch.device("cpu"), timeout_seconds=5.0)
     said = push(sender, [BroadcastReceiver(served_like(weights))], 1)
     assert said[0] is not None
     assert "gloo and nccl, not 'pigeon'" in said[0]
@@ -142,7 +142,7 @@ def test_an_unknown_backend_is_refused(weights, served_like):
 
 
 def test_an_engine_that_was_started_anew_takes_the_place_of_the_old_one(weights, served_like):
-    sender = BroadcastSender(SentWeights(weights), 2, timeout_seconds=20.0, bucket_bytes=4096)
+    sender = open_broadcast(SentWeights(weights), 2, timeout_seconds=20.0, bucket_bytes=4096)
     receivers = [BroadcastReceiver(served_like(weights)) for _ in range(2)]
     assert push(sender, receivers, 1) == [None] * 3
     for version in (2, 3):
@@ -155,7 +155,7 @@ def test_an_engine_that_was_started_anew_takes_the_place_of_the_old_one(weights,
 
 
 def test_an_engine_may_receive_from_several_senders_in_turn(weights, served_like):
-    senders = [BroadcastSender(SentWeights(weights), 1, timeout_seconds=20.0, bucket_bytes=4096) for _ in range(2)]
+    senders = [open_broadcast(SentWeights(weights), 1, timeout_seconds=20.0, bucket_bytes=4096) for _ in range(2)]
     receiver = BroadcastReceiver(served_like(weights))
     for version in range(1, 5):
         weights["a"].add_(1)
@@ -166,7 +166,7 @@ def test_an_engine_may_receive_from_several_senders_in_turn(weights, served_like
 
 
 def test_on_one_machine_it_meets_where_no_other_machine_reaches(weights):
-    sender = BroadcastSender(SentWeights(weights), 1)
+    sender = open_broadcast(SentWeights(weights), 1)
     where = sender.offer(1).where
     assert where["host"] == "127.0.0.1"
     with socket.create_connection(("127.0.0.1", where["port"]), 2):

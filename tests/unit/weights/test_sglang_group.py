@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from treadle.errors import EngineError
 from treadle.weights import SentWeights, WeightSpec
-from treadle.weights.sglang_group import GroupSender, ServerSeat, whole_buckets
+from treadle.weights.sglang_group import ServerRanks, open_sglang_group, whole_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 SPECS = st.lists(st.builds(WeightSpec, st.tuples(st.integers(0, 40)), st.sampled_from(DTYPES)), max_size=12)
@@ -52,11 +52,11 @@ def meet(sender, seats, version, refusals):
 
 
 def sender_to(receivers, seconds=20.0):
-    return GroupSender(SentWeights({"a": torch.ones(3)}), receivers, timeout_seconds=seconds)
+    return open_sglang_group(SentWeights({"a": torch.ones(3)}), receivers, timeout_seconds=seconds)
 
 
 def test_if_one_server_refuses_no_server_is_to_hear_of_the_offer_and_the_meeting_goes_on():
-    sender, seats = sender_to(3), [ServerSeat() for _ in range(3)]
+    sender, seats = sender_to(3), [ServerRanks() for _ in range(3)]
     said = meet(sender, seats, 1, [None, EngineError("another model"), None])
     assert said[2] == "another model"
     assert said[1] == said[3] == "another engine refused version 1; its own error says why"
@@ -67,7 +67,7 @@ def test_if_one_server_refuses_no_server_is_to_hear_of_the_offer_and_the_meeting
 
 
 def test_servers_get_ranks_one_after_the_other_as_many_as_each_is_divided_into():
-    sender, seats, found = sender_to(6), [ServerSeat() for _ in range(3)], {}
+    sender, seats, found = sender_to(6), [ServerRanks() for _ in range(3)], {}
     offer = sender.offer(1)
 
     def enter(seat, ranks):
@@ -88,17 +88,17 @@ def test_servers_get_ranks_one_after_the_other_as_many_as_each_is_divided_into()
 def test_one_server_too_many_is_an_error():
     sender = sender_to(1)
     with pytest.raises(EngineError, match="rank 2 came to a broadcast for 1"):
-        ServerSeat().enter(sender.offer(1), 2)
+        ServerRanks().enter(sender.offer(1), 2)
     sender.close()
 
 
 def test_a_server_that_never_comes_and_a_trainer_that_is_gone_are_deadlines_not_hangs():
     sender = sender_to(2, seconds=1.0)
     began = time.monotonic()
-    said = meet(sender, [ServerSeat()], 1, [None])
-    assert "did not reach all 2 ranks of the servers in 1 s a step" in str(said[0])
+    said = meet(sender, [ServerRanks()], 1, [None])
+    assert "did not reach all 2 ranks of the engines in 1 s a step" in str(said[0])
     offer = sender.offer(1)
     sender.close()
     with pytest.raises(EngineError, match=r"timed out|refused"):
-        ServerSeat().enter(offer, 1)
+        ServerRanks().enter(offer, 1)
     assert time.monotonic() - began < 15

@@ -1,7 +1,7 @@
-"""The seam between rollouts and whatever generates.
+"""The engine seam: what generates samples.
 
-An engine takes token ids and gives token ids back, with the logprob and the weight version of every sampled token.
-Its side of the loop is async; a wait on an engine always has a deadline, kept by the caller.
+An engine takes token ids and returns token ids, with the logprob and the weight version of every sampled token.
+Its methods are async. The caller keeps the deadline of every wait on an engine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from treadle.errors import EngineError
 from treadle.types import Completion, SamplingParams
+from treadle.weights import Offer
 
 EnginePart = Literal["weights", "kv"]
 
@@ -20,17 +21,33 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Version of the weights that the next token is sampled with; -1 until the engine has the run's weights."""
         ...
 
     def generate(self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1) -> AsyncIterator[Completion]:
-        """Continue a prompt n times; completions come in the order they finish, each with its index.
+        """Continue a prompt n times; yield completions in the order they finish, each with its index.
 
-        Sample `i` depends on the weights, the prompt, `sampling` and `i` only; where matmuls round differently for
-        another number of rows (bfloat16) also, by rounding, on what else is running.
+        Sample `i` depends on the weights, the prompt, `sampling` and `i` only. If matmuls round differently for
+        another number of rows (bfloat16), it also depends, through rounding, on what else is running.
         Raises `EngineError` for an empty prompt, n < 1, no new token, or a prompt that leaves no room for the
-        response. A caller that stops iterating (cancelled, say) gives its request up; the others go on.
+        response. A caller that stops iterating cancels its request; the others continue.
         """
+        ...
+
+    async def receive(self, offer: Offer) -> None:
+        """Bring the engine to the offered weights, between two tokens. In-flight requests continue with the new weights.
+
+        Raises `EngineError` if the offer is refused or the update fails. If it failed half-way, in-flight requests are
+        aborted and the engine refuses to serve until a complete update has come.
+        """
+        ...
+
+    async def set_version(self, version: int) -> None:
+        """Name the weights that the engine has now."""
+        ...
+
+    async def num_receivers(self) -> int:
+        """Return the number of processes that receive in a broadcast of weights."""
         ...
 
     async def abort(self) -> None:
@@ -42,15 +59,15 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         ...
 
     async def sleep(self) -> None:
-        """Free the memory of keys and values (and of weights the engine owns); nothing may be in flight."""
+        """Free the memory of keys and values, and of weights that the engine owns; nothing may be in flight."""
         ...
 
     async def wake(self, part: EnginePart) -> None:
-        """Bring back what `sleep` freed, weights first, then keys and values."""
+        """Restore what `sleep` freed, weights first, then keys and values."""
         ...
 
     async def health(self) -> None:
@@ -58,7 +75,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the engine and free everything; requests in flight are aborted."""
+        """End the engine and free everything; in-flight requests are aborted."""
         ...
 
 

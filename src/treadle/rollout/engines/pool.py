@@ -1,7 +1,7 @@
-"""Several engines as one: the least loaded one serves; one that died is restarted and its requests are rerun.
+"""Several engines as one: the least loaded engine serves; one that died is restarted and its requests are rerun.
 
-A sample depends on the weights, the prompt, its seed and its index only, so a request that an engine did not finish is
-given whole to another and the samples that came before are not given twice.
+A sample depends on the weights, the prompt, its seed and its index only. A request that an engine did not finish is
+therefore given to another engine from its start, and samples that were returned before are not returned twice.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from treadle.errors import EngineError, EngineLostError
+from treadle.errors import EngineError, EngineLostError, TreadleError
 from treadle.rollout.engines.base import Engine, EnginePart
 from treadle.types import Completion, SamplingParams, Status
+from treadle.weights import Offer, find_transport
 
 OnPublish = Literal["wait", "pause", "abort"]
-PUBLISH_TRIES = 3
-"""How often weights are offered where engines are lost while they take them."""
 StartEngine = Callable[[int], Awaitable[Engine]]
-"""Restarts engine `index` with the current weights; raises `EngineError` if that fails."""
+"""Starts engine `index`, with any weights; raises `EngineError` if that fails."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class PoolLimits:
 
 
 @dataclass(eq=False)
-class _Seat:
-    """The place of one engine; None while it is being started."""
+class _Slot:
+    """The slot of one engine; None while it is being started."""
 
     index: int
     engine: Engine | None
@@ -48,7 +47,11 @@ class _Seat:
 
 
 class EnginePool:
-    """An engine made of engines. `note` is called for each loss and restart; an engine given as None is started at once."""
+    """An engine made of engines. `note` is called for each death and restart; an engine given as None is started at once.
+
+    A restarted engine gets the weights of the others: from the newest offer if that holds everything, else by another
+    publish, for which `republish` is called. Without it, `wants_weights` tells the owner that an engine waits for one.
+    """
 
     def __init__(
         self,
@@ -56,32 +59,44 @@ class EnginePool:
         start_engine: StartEngine,
         limits: PoolLimits,
         note: Callable[[str], None],
+        republish: Callable[[], Awaitable[None]] | None = None,
     ):
-        self._seats = [_Seat(i, engine) for i, engine in enumerate(engines)]
+        self._slots = [_Slot(i, engine) for i, engine in enumerate(engines)]
         self._start_engine, self._limits, self._note = start_engine, limits, note
+        self.republish = republish
+        self._offer: Offer | None = None  # the newest that all engines received
+        self._named: int | None = None  # the version of weights that all engines were started with
         self._changed = asyncio.Event()
-        self._open = True  # closed while weights are exchanged
+        self._open = True  # False while weights are received
         self._asleep = False
-        self._aborts = 0  # of publishes; what they end is redone
+        self._aborts = 0  # by publishes; what they end is rerun
         self._failure: EngineError | None = None
-        self.num_redone = 0
-        for seat in self._seats:
-            seat.watcher = asyncio.create_task(self._watch(seat))
-            if seat.engine is None:
-                seat.replacing = asyncio.create_task(self._replace(seat, None))
+        for slot in self._slots:
+            slot.watcher = asyncio.create_task(self._watch(slot))
+            if slot.engine is None:
+                slot.replacing = asyncio.create_task(self._replace(slot, None))
 
     @property
     def version(self) -> int:
         """The oldest version that any engine generates with."""
-        return min((seat.engine.version for seat in self._seats if seat.engine is not None), default=-1)
+        return min((engine.version for engine in self._engines), default=-1)
+
+    @property
+    def wants_weights(self) -> bool:
+        """True if a restarted engine waits for the next publish."""
+        return self._offer is not None and any(engine.version < 0 for engine in self._engines)
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [slot.engine for slot in self._slots if slot.engine is not None]
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
     ) -> AsyncIterator[Completion]:
         given: set[int] = set()
         while len(given) < n:
-            seat, engine = await self._pick()
-            seat.load += n
+            slot, engine = await self._pick()
+            slot.load += n
             aborts = self._aborts
             try:
                 async with aclosing(engine.generate(token_ids, sampling, n)) as completions:
@@ -91,68 +106,80 @@ class EnginePool:
                             continue
                         given.add(completion.index)
                         yield completion
-                seat.restarts = 0
+                slot.restarts = 0
             except EngineLostError as error:
-                self._lose(seat, engine, error)
+                self._lose(slot, engine, error)
             finally:
-                seat.load -= n
+                slot.load -= n
                 self._tell()
-            if len(given) < n:
-                self.num_redone += 1
 
-    async def _pick(self) -> tuple[_Seat, Engine]:
-        """The engine with the fewest samples in flight; waits until one serves. The deadline is the caller's.
+    async def _pick(self) -> tuple[_Slot, Engine]:
+        """Return the engine with the fewest samples in flight; wait until one serves. The caller keeps the deadline.
 
-        One that was restarted and waits for the next publish (its version is -1) has other weights than the run's.
+        A restarted engine that waits for the next publish (its version is -1) does not have the run's weights.
         """
         while True:
             if self._failure is not None:
                 raise self._failure
-            serving = [seat for seat in self._seats if seat.engine is not None and seat.engine.version >= 0]
+            serving = [slot for slot in self._slots if slot.engine is not None and slot.engine.version >= 0]
             if self._open and serving:
-                seat = min(serving, key=lambda s: (s.load, s.index))
-                assert seat.engine is not None
-                return seat, seat.engine
+                slot = min(serving, key=lambda s: (s.load, s.index))
+                assert slot.engine is not None
+                return slot, slot.engine
             await self._change()
 
     # Weights
 
     async def prepare(self, on_publish: OnPublish) -> None:
-        """Make ready for new weights: wait until no engine is missing, take no new requests, and have those in flight
-        finish ("wait"), go on later ("pause") or be given up and redone ("abort")."""
-        await self._until(lambda: all(seat.engine is not None for seat in self._seats))
+        """Make ready to receive: wait until no engine is being started and admit no new requests. In-flight requests finish
+        first ("wait"), continue later with the new weights ("pause"), or are aborted and rerun ("abort")."""
+        await self._until(lambda: all(slot.engine is not None for slot in self._slots))
         self._open = False
         if on_publish == "wait":
-            await self._until(lambda: not any(seat.load for seat in self._seats))
+            await self._until(lambda: not any(slot.load for slot in self._slots))
         elif on_publish == "abort":
             self._aborts += 1
             await self.abort()
 
-    async def update(self, apply: Callable[[Engine], Awaitable[None]]) -> None:
-        """Bring every engine to new weights by `apply`, between two tokens; then requests are taken again.
+    async def receive(self, offer: Offer) -> None:
+        """Bring every engine to the offered weights, between two tokens; then admit requests again.
 
-        Raises `EngineError` where an engine refuses. One that is lost is replaced, and raises as well: offer again.
+        Raises `EngineError` if an engine refuses. An engine that dies is restarted, and its error is raised: offer again.
         """
+        await self._update(lambda engine: engine.receive(offer))
+        self._offer, self._named = offer, None
+
+    async def set_version(self, version: int) -> None:
+        """Name the weights that every engine was started with."""
+        await self.prepare("wait")
+        await self._update(lambda engine: engine.set_version(version))
+        self._named = version
+
+    async def num_receivers(self) -> int:
+        """Return the number of processes that receive weights; an engine that is being started has as many as the others."""
+        known = await asyncio.gather(*(engine.num_receivers() for engine in self._engines))
+        return sum(known) + max(known, default=1) * (len(self._slots) - len(known))
+
+    async def _update(self, apply: Callable[[Engine], Awaitable[None]]) -> None:
+        async def paused(engine: Engine) -> None:
+            await engine.pause()
+            try:
+                await apply(engine)
+            finally:
+                await engine.resume()
+
         try:
-            await self._each(lambda engine: self._exchange(engine, apply), raises_losses=True)
+            await self._each(paused, raises_losses=True)
         finally:
             self._open = True
             self._tell()
 
-    @staticmethod
-    async def _exchange(engine: Engine, apply: Callable[[Engine], Awaitable[None]]) -> None:
-        await engine.pause()
-        try:
-            await apply(engine)
-        finally:
-            await engine.resume()
+    # Failures
 
-    # Losses
-
-    async def _watch(self, seat: _Seat) -> None:
+    async def _watch(self, slot: _Slot) -> None:
         while True:
             await asyncio.sleep(self._limits.check_interval_seconds)
-            engine = seat.engine
+            engine = slot.engine
             if engine is None:
                 continue
             try:
@@ -161,39 +188,63 @@ class EnginePool:
                     await engine.health()
             except TimeoutError:
                 waited = f"it did not answer within {self._limits.check_timeout_seconds:g} s"
-                self._lose(seat, engine, EngineLostError(waited))
+                self._lose(slot, engine, EngineLostError(waited))
             except EngineError as error:
-                self._lose(seat, engine, error)
+                self._lose(slot, engine, error)
 
-    def _lose(self, seat: _Seat, engine: Engine, error: EngineError) -> None:
-        if seat.engine is not engine or self._failure is not None:
-            return  # somebody else noticed first
-        seat.engine = None
-        self._note(f"engine {seat.index} died ({error}); restarting it and rerunning its prompts")
-        seat.replacing = asyncio.create_task(self._replace(seat, engine))
+    def _lose(self, slot: _Slot, engine: Engine, error: EngineError) -> None:
+        if slot.engine is not engine or self._failure is not None:
+            return  # noticed before
+        slot.engine = None
+        self._note(f"engine {slot.index} died ({error}); restarting it and rerunning its prompts")
+        slot.replacing = asyncio.create_task(self._replace(slot, engine))
 
-    async def _replace(self, seat: _Seat, old: Engine | None) -> None:
+    async def _replace(self, slot: _Slot, old: Engine | None) -> None:
         if old is not None:
             with suppress(EngineError):
                 await old.close()
-        while seat.restarts < self._limits.max_restarts:
-            seat.restarts += 1
+        while slot.restarts < self._limits.max_restarts:
+            slot.restarts += 1
             try:
-                engine = await self._start_engine(seat.index)
-                if self._asleep:
-                    await engine.sleep()
+                engine = await self._start_engine(slot.index)
+                await self._bring_up(engine)
             except EngineError as error:
-                self._note(f"engine {seat.index} did not start ({error}); try {seat.restarts}")
+                self._note(f"engine {slot.index} did not start ({error}); try {slot.restarts}")
                 continue
             has = f"with the weights of version {engine.version}" if engine.version >= 0 else "and waits for weights"
-            self._note(f"engine {seat.index} is back {has}")
-            seat.engine = engine
+            self._note(f"engine {slot.index} is back {has}")
+            slot.engine = engine
             self._tell()
+            if self.wants_weights and self.republish is not None:
+                await self._again(self.republish)
             return
-        self._failure = EngineError(
-            f"engine {seat.index} was lost and {self._limits.max_restarts} restarts in a row finished no request; "
-            "see what was said of it above, or raise --max-restarts"
+        self._fail(
+            f"engine {slot.index} died and {self._limits.max_restarts} restarts in a row finished no request; "
+            "see the messages about it above, or raise --max-restarts"
         )
+
+    async def _bring_up(self, engine: Engine) -> None:
+        """Give a new engine the state of the others, as far as that is possible without a publish; close it on failure."""
+        try:
+            if self._named is not None:
+                await engine.set_version(self._named)
+            elif self._offer is not None and find_transport(self._offer.transport).holds_everything:
+                await engine.receive(self._offer)
+            if self._asleep:
+                await engine.sleep()
+        except BaseException:
+            with suppress(EngineError):
+                await engine.close()
+            raise
+
+    async def _again(self, republish: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await republish()
+        except TreadleError as error:
+            self._fail(str(error))
+
+    def _fail(self, reason: str) -> None:
+        self._failure = EngineError(reason)
         self._tell()
 
     def _tell(self) -> None:
@@ -212,15 +263,15 @@ class EnginePool:
     # The rest of an engine
 
     async def _each(self, call: Callable[[Engine], Awaitable[None]], *, raises_losses: bool = False) -> None:
-        """The same call to all engines; one that is lost by it is replaced, other errors are raised."""
-        engines = [(seat, seat.engine) for seat in self._seats if seat.engine is not None]
+        """Call all engines; restart those that the call finds dead, raise other errors."""
+        engines = [(slot, slot.engine) for slot in self._slots if slot.engine is not None]
         results = await asyncio.gather(*(call(engine) for _, engine in engines), return_exceptions=True)
         losses = []
-        for (seat, engine), result in zip(engines, results, strict=True):
+        for (slot, engine), result in zip(engines, results, strict=True):
             if isinstance(result, EngineLostError):
-                self._lose(seat, engine, result)
+                self._lose(slot, engine, result)
                 losses.append(result)
-        if losses and raises_losses:  # what the others say then may be no more than that
+        if losses and raises_losses:  # the others' errors may only follow from these
             raise losses[0]
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, EngineLostError):
@@ -248,11 +299,10 @@ class EnginePool:
             raise self._failure
 
     async def close(self) -> None:
-        tasks = [task for seat in self._seats for task in (seat.watcher, seat.replacing) if task is not None]
+        tasks = [task for slot in self._slots for task in (slot.watcher, slot.replacing) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        engines = [seat.engine for seat in self._seats if seat.engine is not None]
-        self._failure = EngineError("the engine pool is closed")
-        self._tell()
+        engines = self._engines
+        self._fail("the engine pool is closed")
         await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)

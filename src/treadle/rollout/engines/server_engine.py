@@ -160,12 +160,10 @@ class ServerEngine:
         return str(self._calls.client.base_url)
 
     async def set_version(self, version: int) -> None:
-        """Say what the weights are called that the server has now."""
         await self._dialect.set_version(self._ask, version)
         self._version = version
 
-    async def num_workers(self) -> int:
-        """Ranks that the server is in a broadcast of weights."""
+    async def num_receivers(self) -> int:
         return await self._dialect.num_workers(self._ask)
 
     # Generation
@@ -336,11 +334,7 @@ class ServerEngine:
             self._weights_asleep = False
 
     async def receive(self, offer: Offer) -> None:
-        """Bring the server to the offered weights, between two tokens.
-
-        Requests in flight continue with the new weights, and their keys and values are computed again. Raises `EngineError`; where
-        the update broke off half-way, what is in flight is aborted and nothing is generated until a whole one succeeds.
-        """
+        """Bring the server to the offered weights; the keys and values of in-flight requests are computed again."""
         async with self._gate:
             if offer.version < self._version:
                 raise EngineError(

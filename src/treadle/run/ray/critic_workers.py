@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treadle.models.offload import HostCopies
 from treadle.run import build
 from treadle.run.ray.rank_workers import RankActor, Rendezvous, Trained
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import staged_part
 from treadle.training.micro_batches import Passes
-from treadle.training.offload import HostCopies
 from treadle.training.ranks import lost_ranks_are_named
 from treadle.training.rollout_plan import RankShare, TokenNumbers, numbers_at
 

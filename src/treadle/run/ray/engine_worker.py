@@ -1,5 +1,4 @@
-"""An engine in a worker process of its own (the torch engine, or the client of a server that it starts), and the engine
-that its callers see."""
+"""An engine in its own worker process (the torch engine, or the client of a server that it starts), and its proxy."""
 
 from __future__ import annotations
 
@@ -8,24 +7,20 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from treadle.chat import load_codec
 from treadle.errors import DeadlineError, EngineError, EngineLostError, TreadleError, WorkerLostError
-from treadle.rollout.engines.base import EnginePart
-from treadle.rollout.engines.server_engine import ServerEngine
-from treadle.rollout.engines.torch_engine import TorchEngine
+from treadle.models.load import pick_device
+from treadle.rollout.engines.base import Engine, EnginePart
 from treadle.run import build
 from treadle.run.compute import ComputeThread
 from treadle.run.memory import PeakMemory
 from treadle.run.ray.calls import Call
 from treadle.run.ray.worker import Worker, WorkerActor, WorkerSetup
 from treadle.run.servers import ServerPlace, is_server, open_server
-from treadle.training.offload import HostCopies
 from treadle.types import Completion, SamplingParams
-from treadle.weights import Offer, ServedWeights
-from treadle.weights.base import WeightReceiver
-from treadle.weights.named import open_receiver
+from treadle.weights import Offer
 
 Result = TypeVar("Result")
 
@@ -36,53 +31,38 @@ class EngineActor(WorkerActor):
     def __init__(self, setup: WorkerSetup, index: int):
         super().__init__(setup)
         self._index = index
-        self._engine: TorchEngine | ServerEngine | None = None
-        self._served: ServedWeights | None = None
-        self._receivers: dict[str, WeightReceiver] = {}
-        self._host, self._memory = HostCopies(), PeakMemory()
-        self._compute = ComputeThread()
+        self._engine: Engine | None = None
+        # Memory is measured of engines that compute in this process; a server has its own.
+        self._device = None if is_server(setup.config) else pick_device(setup.config.model.device).type
+        self._memory, self._compute = PeakMemory(), ComputeThread()
 
     @property
-    def engine(self) -> TorchEngine | ServerEngine:
+    def engine(self) -> Engine:
         assert self._engine is not None, "start first"
         return self._engine
 
     async def start(self) -> int:
-        """Load the model; it generates only after its first weights. How many processes of it receive them."""
-        config = self._setup.config
-        codec = await asyncio.to_thread(load_codec, self._setup.model_path)
-        if is_server(config):
+        """Load the model; the engine generates only after its first weights. Return the processes that receive them."""
+        config, model_path = self._setup.config, self._setup.model_path
+        codec = await asyncio.to_thread(load_codec, model_path)
+        if self._device is None:
             logs = Path(tempfile.mkdtemp(prefix="treadle-engine-"))
-            server = self._engine = await open_server(
-                config, ServerPlace(self._setup.model_path, codec, logs), self._index
-            )
-            return await server.num_workers()
-        model = await self._compute.run(build.load_policy, config, self._setup.model_path, trainable=False)
-        self._engine = build.open_torch_engine(config, model, codec, self._compute)
-        return 1
+            self._engine = await open_server(config, ServerPlace(model_path, codec, logs), self._index)
+        else:
+            model = await self._compute.run(build.load_policy, config, model_path, trainable=False)
+            self._engine = build.open_torch_engine(config, model, codec, self._compute, owns_weights=True)
+        return await self._engine.num_receivers()
 
     async def generate(self, token_ids: tuple[int, ...], sampling: SamplingParams, n: int) -> list[Completion]:
         return [completion async for completion in self.engine.generate(token_ids, sampling, n)]
 
-    async def receive(self, offer: dict[str, Any]) -> int:
-        """Take offered weights; the version."""
-        given, engine = Offer.from_json(offer), self.engine
-        if isinstance(engine, ServerEngine):
-            await engine.receive(given)
-            return engine.version
-        if self._served is None:
-            self._served = ServedWeights(dict(engine.model.named_parameters()), engine.set_version)
-        if given.transport not in self._receivers:
-            self._receivers[given.transport] = open_receiver(given.transport, self._served)
-        await engine.receive_weights(self._receivers[given.transport], given)
-        return engine.version
+    async def receive(self, offer: Offer) -> int:
+        """Receive the offered weights; return their version."""
+        await self.engine.receive(offer)
+        return self.engine.version
 
-    async def set_version(self, version: int) -> int:
-        if isinstance(self.engine, ServerEngine):
-            await self.engine.set_version(version)
-        else:
-            self.engine.set_version(version)
-        return version
+    async def set_version(self, version: int) -> None:
+        await self.engine.set_version(version)
 
     async def abort(self) -> None:
         await self.engine.abort()
@@ -94,28 +74,20 @@ class EngineActor(WorkerActor):
         await self.engine.resume()
 
     async def sleep(self) -> float | None:
-        """Free keys and values, and the device's memory of the model's own copy, which goes to the host.
-
-        The most memory of the turn that ends, in GiB; None of a server, which has its own.
-        """
-        engine = self.engine
-        if isinstance(engine, ServerEngine):
-            await engine.sleep()
-            return None
-        most = self._memory.turn(engine.model.device.type)
-        await engine.sleep()
-        await self._compute.run(self._host.sleep, [*engine.model.parameters(), *engine.model.buffers()])
-        self._memory.turn(engine.model.device.type)
-        return most
+        """Put the engine to sleep; return the peak memory of the turn that ends, in GiB (None for a server)."""
+        peak = self._turn()
+        await self.engine.sleep()
+        self._turn()
+        return peak
 
     async def wake(self, part: EnginePart) -> float | None:
-        """Inverse of `sleep`, by parts; with the weights, the most memory of the turn that ends."""
-        engine, most = self.engine, None
-        if part == "weights" and not isinstance(engine, ServerEngine):
-            most = self._memory.turn(engine.model.device.type)
-            await self._compute.run(self._host.wake)
-        await engine.wake(part)
-        return most
+        """Wake a part of the engine; with the weights, return the peak memory of the turn that ends, in GiB."""
+        peak = self._turn() if part == "weights" else None
+        await self.engine.wake(part)
+        return peak
+
+    def _turn(self) -> float | None:
+        return None if self._device is None else self._memory.turn(self._device)
 
     async def health(self) -> None:
         await self.engine.health()
@@ -124,22 +96,25 @@ class EngineActor(WorkerActor):
 class RemoteEngine:
     """An `Engine` whose work is done by an `EngineActor`.
 
-    A call of an engine that died or is late raises `EngineLostError`, one that it refuses `EngineError`. The samples of a
+    If the actor dies or is late, a call raises `EngineLostError`; if the engine refuses, `EngineError`. The samples of a
     request come together, when the last of them is done.
     """
 
     def __init__(self, worker: Worker[EngineActor], answer_seconds: float, weights_seconds: float):
         self._worker, self._answer_seconds, self._weights_seconds = worker, answer_seconds, weights_seconds
-        self._version = -1
-        self.turn_gib: float | None = None  # the peak memory of the last turn, of waking or of sleeping, where known
+        self._version, self._num_receivers = -1, 1
+        self.turn_gib: float | None = None  # the peak memory of the last turn, awake or asleep, if known
 
     @property
     def version(self) -> int:
         return self._version
 
-    async def start(self, seconds: float) -> int:
-        """Load the model; return the number of processes that receive weights."""
-        return await _answer(self._worker.call("its start", EngineActor.start), seconds)
+    async def start(self, seconds: float) -> None:
+        """Load the model."""
+        self._num_receivers = await _answer(self._worker.call("its start", EngineActor.start), seconds)
+
+    async def num_receivers(self) -> int:
+        return self._num_receivers
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
@@ -150,14 +125,12 @@ class RemoteEngine:
             yield completion
 
     async def receive(self, offer: Offer) -> None:
-        """Bring the engine to the offered weights."""
-        call = self._worker.call(f"weights {offer.version}", EngineActor.receive, offer.to_json())
+        call = self._worker.call(f"weights {offer.version}", EngineActor.receive, offer)
         self._version = await _answer(call, self._weights_seconds)
 
     async def set_version(self, version: int) -> None:
-        """Say what the weights it was loaded with are called."""
-        call = self._worker.call("the version", EngineActor.set_version, version)
-        self._version = await _answer(call, self._answer_seconds)
+        await _answer(self._worker.call("the version", EngineActor.set_version, version), self._answer_seconds)
+        self._version = version
 
     async def abort(self) -> None:
         await _answer(self._worker.call("abort", EngineActor.abort), self._answer_seconds)

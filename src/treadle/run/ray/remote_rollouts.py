@@ -16,6 +16,7 @@ from treadle.run.ray.rollout_worker import RolloutActor, RolloutStatus
 from treadle.run.ray.worker import Worker, show_notes
 from treadle.training.checkpoint import Checkpoint
 from treadle.types import Group
+from treadle.weights import Offer
 
 Result = TypeVar("Result")
 
@@ -88,7 +89,7 @@ class RemoteRollouts:
         call = self.worker.call("getting ready for new weights", RolloutActor.prepare, self._config.cluster.on_publish)
         await call.in_time(self._seconds)
 
-    async def receive(self, offer: dict[str, Any]) -> None:
+    async def receive(self, offer: Offer) -> None:
         """Bring all engines to the offered weights."""
         await self.worker.call("new weights", RolloutActor.receive, offer).in_time(self._seconds)
 

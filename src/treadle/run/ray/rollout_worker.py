@@ -13,7 +13,7 @@ from treadle.errors import EngineLostError
 from treadle.metrics import Metric, metric
 from treadle.models.context import context_length
 from treadle.models.load import load_config
-from treadle.rollout.engines.base import Engine, EnginePart
+from treadle.rollout.engines.base import EnginePart
 from treadle.rollout.engines.pool import EnginePool, OnPublish
 from treadle.rollout.filters import load_filter
 from treadle.run import build
@@ -26,7 +26,6 @@ from treadle.run.servers import is_server, pool_limits
 from treadle.run.state import random_state, set_random_state
 from treadle.types import Group
 from treadle.weights import Offer
-from treadle.weights.named import HOLDS_EVERYTHING
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,16 @@ class RolloutActor(WorkerActor):
         super().__init__(setup)
         self._places = places
         self._codec = load_codec(setup.model_path, setup.config.data.template_kwargs)
-        self._num_workers: dict[int, int] = {}  # by engine
         self._stack = AsyncExitStack()
         self._phase: tuple[str, int, int] | None = None
         self._source: PromptSource | None = None
-        self._offer: Offer | None = None  # the newest that all engines took
-        self._version: int | None = None  # of weights that engines were loaded with, in a run that never trains
-        self._engines: dict[int, RemoteEngine] = {}  # the newest of each seat of the pool
-        self._waiting = 0  # engines that were restarted and can get weights by the next publish only
+        self._pool: EnginePool | None = None
+        self._engines: dict[int, RemoteEngine] = {}  # the newest of each slot of the pool
+
+    @property
+    def pool(self) -> EnginePool:
+        assert self._pool is not None, "open first"
+        return self._pool
 
     async def load(self) -> int:
         """Read the prompts; how many there are."""
@@ -75,10 +76,10 @@ class RolloutActor(WorkerActor):
             except EngineLostError as error:  # the pool starts it again
                 self._notes.warn(str(error))
                 engines.append(None)
-        self._pool = EnginePool(engines, self._restart_engine, pool_limits(config), self._notes.warn)
+        self._pool = EnginePool(engines, self._start_engine, pool_limits(config), self._notes.warn)
         self._stack.push_async_callback(self._pool.close)
         context = context_length(load_config(self._setup.model_path))
-        manager = await build.open_manager(config, self._pool, self._codec, context, self._stack)
+        manager = await build.open_manager(config, self.pool, self._codec, context, self._stack)
         keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
         self._rollouts = Rollouts(config, Generation(manager, self._source, scorer, sets, keep), self._show)
 
@@ -96,25 +97,13 @@ class RolloutActor(WorkerActor):
         seconds = cluster.worker_start_timeout_seconds
         if is_server(self._config):
             seconds += self._config.engine.engine_start_timeout_seconds
-        self._num_workers[index] = await engine.start(seconds)
+        await engine.start(seconds)
         self._engines[index] = engine  # not before: a process that did not start ends when nothing refers to it
         return engine
 
-    async def _restart_engine(self, index: int) -> Engine:
-        """The same with the weights that the others have: from the offer, or by a publish that the driver is asked for."""
-        engine = await self._start_engine(index)
-        if self._version is not None:
-            await engine.set_version(self._version)
-        elif self._offer is not None and self._offer.transport in HOLDS_EVERYTHING:
-            await engine.receive(self._offer)
-        elif self._offer is not None:
-            self._waiting += 1
-        return engine
-
     async def num_receivers(self) -> int:
-        """Processes that receive weights. An engine that did not start yet has as many as the others."""
-        known = self._num_workers.values()
-        return sum(known) + max(known, default=1) * (self._config.cluster.num_engines - len(known))
+        """Return the number of processes that receive weights."""
+        return await self.pool.num_receivers()
 
     # What the loop asks for
 
@@ -126,38 +115,24 @@ class RolloutActor(WorkerActor):
 
     async def prepare(self, on_publish: OnPublish) -> None:
         """Make all engines ready for new weights, which come next."""
-        await self._pool.prepare(on_publish)
+        await self.pool.prepare(on_publish)
 
-    async def receive(self, offer: dict[str, Any]) -> None:
-        """Bring all engines to the offered weights, whole."""
-        given = Offer.from_json(offer)
-
-        async def apply(engine: Engine) -> None:
-            assert isinstance(engine, RemoteEngine)
-            await engine.receive(given)
-
-        await self._pool.update(apply)
-        self._offer, self._waiting = given, 0
+    async def receive(self, offer: Offer) -> None:
+        """Bring all engines to the offered weights."""
+        await self.pool.receive(offer)
 
     async def set_version(self, version: int) -> None:
-        """Say what the weights are called in a run that never trains."""
-        self._version = version
-
-        async def apply(engine: Engine) -> None:
-            assert isinstance(engine, RemoteEngine)
-            await engine.set_version(version)
-
-        await self._pool.prepare("wait")
-        await self._pool.update(apply)
+        """Name the weights in a run that never trains."""
+        await self.pool.set_version(version)
 
     async def sleep(self) -> list[Metric]:
         """Free what the engines hold on their devices; return the peak memory of each."""
-        await self._pool.sleep()
+        await self.pool.sleep()
         return [metric("perf/engine_awake_gib", gib) for gib in self._turns()]
 
     async def wake(self, part: EnginePart) -> list[Metric]:
         """Inverse of `sleep`, by parts; with the weights, return the peak memory of each engine without them."""
-        await self._pool.wake(part)
+        await self.pool.wake(part)
         return [metric("perf/engine_asleep_gib", gib) for gib in self._turns()]
 
     def _turns(self) -> list[float]:
@@ -182,7 +157,7 @@ class RolloutActor(WorkerActor):
         self._source.next_prompts(rollouts * self._config.rollout.rollout_batch_size)
 
     async def status(self) -> RolloutStatus:
-        return RolloutStatus(self._phase, self._notes.take(), self._waiting > 0)
+        return RolloutStatus(self._phase, self._notes.take(), self._pool is not None and self._pool.wants_weights)
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -35,7 +35,7 @@ from treadle.run.servers import transport_name
 from treadle.run.session import Session, finish, is_finished, open_outputs, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.checkpoint import PREFIX, find_checkpoint
-from treadle.weights.named import TransportPlan
+from treadle.weights import TransportPlan, choose_transport
 
 CLOSE_SECONDS = 20.0
 MANY_CALLS = 100_000
@@ -145,7 +145,7 @@ class _Attempt:
         async with AsyncExitStack() as stack:
             publish = None
             if rollouts is not None:
-                publisher = ClusterPublisher(rollouts, trainer, start, progress)
+                publisher = ClusterPublisher(rollouts, trainer, progress)
                 stack.push_async_callback(publisher.close)
                 publish = publisher.publish
                 if trainer is not None:
@@ -200,11 +200,9 @@ def _start_workers(session: Session, places: Places, teacher: str | None) -> Wor
 
 
 def _transport(config: Config, places: Places, receivers: int, folder: Path) -> TransportPlan:
-    """The transport of this run; `auto` is shared memory on one node, else a broadcast."""
+    """Plan how weights go from the first train worker to this many receivers."""
     cluster = config.cluster
-    name: str = cluster.weight_transport
-    if name == "auto":
-        name = "shm" if places.on_one_node else "broadcast"
+    name = choose_transport(cluster.weight_transport, on_one_node=places.on_one_node, on_gpu=places.uses_gpus)
     folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
     nccl = places.uses_gpus and not cluster.colocate
     elsewhere = config.engine.rollout_external_engine_addrs or not places.on_one_node

@@ -35,8 +35,7 @@ from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.rollout_plan import Planner, RankShare, TokenNumbers, numbers_at
 from treadle.training.trainer import Rollout
 from treadle.types import Group
-from treadle.weights import SentWeights, WeightSender
-from treadle.weights.named import TransportPlan, open_sender
+from treadle.weights import Offer, SentWeights, TransportPlan, WeightSender, open_sender
 
 
 class TrainActor(RankActor):
@@ -148,16 +147,16 @@ class TrainActor(RankActor):
         tensors = self._whole or dict(trainer.model.named_parameters())
         self._sender = open_sender(plan, SentWeights(tensors))
 
-    def offer(self, version: int) -> dict[str, Any] | None:
-        """Make the weights of now ready; what the engines are to be told, from the first rank. All ranks call this."""
+    def offer(self, version: int) -> Offer | None:
+        """Make the current weights ready; return the offer for the engines on the first rank. All ranks call this."""
         if self._trainer.policy.is_sharded:
             for name, weight in self._trainer.full_parameters():
                 if self._whole:
                     self._whole[name].copy_(weight)
-        return None if self._sender is None else self._sender.offer(version).to_json()
+        return None if self._sender is None else self._sender.offer(version)
 
     def deliver(self) -> None:
-        """Take part in the exchange, where the transport needs it."""
+        """Do the sender's part, on the first rank."""
         assert self._sender is not None, "connect first"
         self._sender.deliver()
 
@@ -281,10 +280,12 @@ class TrainGroup:
         """Open the sending end of the weights, on the first rank."""
         await self._first.call("the sending end of the weights", TrainActor.connect, plan).in_time(self._seconds)
 
-    async def offer(self, version: int) -> dict[str, Any]:
+    async def offer(self, version: int) -> Offer:
         """Make the current weights ready; return the offer for the engines."""
         calls = self._policy.call(f"the offer of version {version}", TrainActor.offer, version)
-        return dict((await all_in_time(calls, self._seconds))[0] or {})
+        offer = (await all_in_time(calls, self._seconds))[0]
+        assert offer is not None, "the first rank sends"
+        return offer
 
     async def deliver(self, version: int) -> None:
         """Take part in the transfer of the weights, where the transport needs the trainer to."""

@@ -23,7 +23,7 @@ from treadle.rollout.engines.sglang_engine.replies import GENERATE, completion_o
 from treadle.rollout.engines.sglang_engine.updates import GroupUpdates, load_folder, load_handles
 from treadle.types import Completion, SamplingParams
 from treadle.weights import Offer, WeightSpec, check_specs, cuda_ipc, sglang_group
-from treadle.weights.offered import expected_specs, opened
+from treadle.weights.whole_offer import expected_specs, opened
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from treadle.rollout.engines.http_calls import RefusedError
 from treadle.rollout.engines.server_engine import Ask
 from treadle.weights import Offer
 from treadle.weights.cuda_ipc import pickled_handles
-from treadle.weights.offered import folder_of
-from treadle.weights.sglang_group import ServerSeat, whole_buckets
+from treadle.weights.sglang_group import ServerRanks, whole_buckets
+from treadle.weights.whole_offer import folder_of
 
 _SPARE_SECONDS = 30.0
 """Given to the server after the trainer gave up: what breaks a group is told to it, and it answers."""
@@ -56,7 +56,7 @@ class GroupUpdates:
     """A server's part in broadcasts, and the group it is in."""
 
     def __init__(self) -> None:
-        self._seat = ServerSeat()
+        self._ranks = ServerRanks()
         self._group: str | None = None  # what the server has, until it is told to let go of it
 
     async def join(self, ask: Ask, offer: Offer, ranks: int, refusal: EngineError | None, seconds: float) -> None:
@@ -64,7 +64,7 @@ class GroupUpdates:
 
         Raises `EngineError` where any of them refuses.
         """
-        joining = await asyncio.to_thread(self._seat.enter, offer, ranks, refusal)
+        joining = await asyncio.to_thread(self._ranks.enter, offer, ranks, refusal)
         if not joining.is_new:
             return
         wait = _step_seconds(offer, seconds)
@@ -81,9 +81,9 @@ class GroupUpdates:
         try:
             await _tell(ask, "/init_weights_update_group", group, wait)
         except EngineError:
-            self._seat.leave()
+            self._ranks.leave()
             raise
-        self._seat.group = self._group = joining.group
+        self._ranks.group = self._group = joining.group
 
     async def load(self, ask: Ask, offer: Offer, seconds: float) -> None:
         """Have the server take all buckets, which the trainer sends meanwhile."""
@@ -106,7 +106,7 @@ class GroupUpdates:
                 await _tell(ask, "/update_weights_from_distributed", update, wait)
 
     async def _leave(self, ask: Ask, seconds: float) -> None:
-        self._seat.group = None
+        self._ranks.group = None
         if self._group is not None:
             group, self._group = self._group, None
             with suppress(RefusedError):
@@ -114,7 +114,7 @@ class GroupUpdates:
 
     def close(self) -> None:
         """Leave the meeting; a server that goes on keeps its end of the group until it is in another one."""
-        self._seat.leave()
+        self._ranks.leave()
 
 
 @asynccontextmanager

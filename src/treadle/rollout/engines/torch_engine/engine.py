@@ -11,14 +11,14 @@ from treadle.chat import Codec
 from treadle.errors import EngineError
 from treadle.models.context import context_length
 from treadle.models.forward import head_of
+from treadle.models.offload import HostCopies
 from treadle.rollout.engines.base import EnginePart, check_request
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
 from treadle.types import Completion, SamplingParams
+from treadle.weights import Offer, ServedWeights, WeightReceiver, find_transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from treadle.weights import Offer, WeightReceiver
 
 _SETTLE_TURNS = 4
 
@@ -28,11 +28,23 @@ class TorchEngine:
 
     The model must not be trained while a step runs; the loop's lease sees to that. All methods belong to one
     event loop. Whatever computes runs on the one thread of `compute`, which its owner closes, and which is
-    not the thread that makes the engine; without it, on a thread of the engine's own.
+    not the thread that makes the engine; without it, on a thread of the engine's own. An engine that `owns_weights` moves
+    them to host memory while it sleeps.
     """
 
-    def __init__(self, model: PreTrainedModel, codec: Codec, limits: EngineLimits, compute: Executor | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        codec: Codec,
+        limits: EngineLimits,
+        compute: Executor | None = None,
+        *,
+        owns_weights: bool = False,
+    ):
         self.model = model
+        self._host = HostCopies() if owns_weights else None
+        self._served: ServedWeights | None = None
+        self._receivers: dict[str, WeightReceiver] = {}  # by transport
         self._max_length = context_length(model.config)
         self._own = ThreadPoolExecutor(1, thread_name_prefix="torch-engine") if compute is None else None
         self._executor: Executor = compute or self._own
@@ -53,16 +65,25 @@ class TorchEngine:
     def version(self) -> int:
         return self._scheduler.version
 
-    def set_version(self, version: int) -> None:
-        """Say that the module now holds the weights of this version."""
+    def hold_version(self, version: int) -> None:
+        """Note that the module now holds the weights of this version."""
         self._scheduler.version = version
 
-    async def receive_weights(self, receiver: WeightReceiver, offer: Offer) -> None:
-        """Take a new version between two steps; `receiver` serves this engine's module and calls `set_version`.
+    async def set_version(self, version: int) -> None:
+        self.hold_version(version)
 
-        Raises `EngineError` where it fails. Where it broke off half-way, what is in flight is aborted and the engine
-        refuses to serve until a whole version has come.
-        """
+    async def num_receivers(self) -> int:
+        return 1
+
+    async def receive(self, offer: Offer) -> None:
+        if self._served is None:
+            self._served = ServedWeights(dict(self.model.named_parameters()), self.hold_version)
+        if offer.transport not in self._receivers:
+            self._receivers[offer.transport] = find_transport(offer.transport).open_receiver(self._served)
+        await self.receive_by(self._receivers[offer.transport], offer)
+
+    async def receive_by(self, receiver: WeightReceiver, offer: Offer) -> None:
+        """Do what `receive` does with a receiver that serves this engine's module and calls `hold_version`."""
         async with self._between_steps:
             work = asyncio.get_running_loop().run_in_executor(self._executor, receiver.receive, offer)
             try:
@@ -161,9 +182,14 @@ class TorchEngine:
             if self._scheduler.rows:
                 raise EngineError("the torch engine can't sleep with samples running; abort or finish them first")
             self._scheduler.free_store()
+            if self._host is not None:
+                held = [*self.model.parameters(), *self.model.buffers()]
+                await asyncio.get_running_loop().run_in_executor(self._executor, self._host.sleep, held)
 
     async def wake(self, part: EnginePart) -> None:
-        """Nothing to do: the weights are the trainer's, keys and values are made when the first request comes."""
+        """Restore weights that the engine owns. Keys and values are allocated when the first request comes."""
+        if part == "weights" and self._host is not None:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._host.wake)
 
     async def health(self) -> None:
         if self._failure is not None:

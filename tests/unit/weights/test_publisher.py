@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from treadle.errors import EngineError
-from treadle.run.exchange import exchange
+from treadle.weights.publisher import exchange
 
 
 @pytest.mark.parametrize(
