@@ -295,6 +295,29 @@ REWARDS = _table(
 # fmt: on
 
 
+# Weight transports
+
+
+@dataclass(frozen=True)
+class TransportRecord(Record):
+    """A weight transport; `function` is its module in `treadle.weights`, whose `TRANSPORT` declares its properties."""
+
+    def load(self, settings: Mapping[str, Any] | None = None) -> Any:
+        """Import the module and return its `treadle.weights.Transport`."""
+        return pkgutil.resolve_name(f"treadle.weights.{self.function or self.name}:TRANSPORT")
+
+
+TRANSPORTS = _table(
+    TransportRecord("auto", "shm on one node, broadcast between nodes"),
+    TransportRecord("shm", "a mapped file in shared memory, for processes of one node"),
+    TransportRecord("disk", "safetensors files in a folder that all nodes can read"),
+    TransportRecord("disk-delta", "what changed since the last version, in such a folder", function="disk_delta"),
+    TransportRecord("broadcast", "a process group of trainer and engines: gloo on CPUs, NCCL on GPUs"),
+    TransportRecord("cuda_ipc", "handles of GPU memory, for an engine on the trainer's own GPU"),
+)
+"""Names for `weight_transport`."""
+
+
 def reward_names(targets: tuple[str, ...]) -> tuple[str, ...]:
     """Return the name of each reward's part: the built-in's or the function's, with a number if two are equal.
 

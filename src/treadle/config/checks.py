@@ -53,10 +53,12 @@ def findings_of(config: Config, parts: set[Part]) -> list[Finding]:
 
 
 def unknown_names(config: Config, parts: set[Part]) -> Iterator[Finding]:
-    """Find fields whose value should be the name of an algorithm and is none."""
+    """Find fields whose value should be the name of an algorithm or a transport and is none; some take a path as well."""
     for field in config_fields().values():
         name = config.value(field.name)
         if not field.declared.names or not isinstance(name, str) or name in field.declared.names:
+            continue
+        if field.declared.path and ":" in name:
             continue
         if _PART_OF_SECTION.get(field.section, "run") in parts:
             yield fault(f"{field.name} {name!r} is unknown{suggestion(name, field.declared.names, most_listed=12)}")

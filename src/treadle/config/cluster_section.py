@@ -6,6 +6,7 @@ import math
 import re
 from typing import Literal
 
+from treadle.catalog import TRANSPORTS
 from treadle.config.conditions import TRAINS_A_CRITIC, absent, choice, given, when
 from treadle.config.section import Section, seconds, setting
 
@@ -94,14 +95,14 @@ class ClusterSection(Section):
         ),
     )
     """In-flight requests when new weights arrive: wait for them, pause them between two tokens, or abort and rerun them."""
-    weight_transport: Literal["auto", "shm", "disk", "disk-delta", "broadcast", "cuda_ipc"] = setting("auto", _WORKERS)
+    weight_transport: str = setting("auto", _WORKERS, names=TRANSPORTS, path=True)
     """How weights reach the engines; `auto` is shm on one node and broadcast between nodes. cuda_ipc needs engine and
-    trainer on one GPU."""
+    trainer on one GPU. Or the path of your own `treadle.weights.Transport`."""
     weight_folder: str | None = setting(
         None,
         _WORKERS,
         when(
-            lambda c: c.cluster.weight_transport.startswith("disk"),
+            lambda c: c.cluster.weight_transport.startswith("disk") or ":" in c.cluster.weight_transport,
             "is read by the disk transports only; set weight_transport = disk, or drop it",
             warn=True,
         ),

@@ -85,12 +85,14 @@ def algorithms_markdown() -> str:
     ]
     kl = [(f"`{record.name}`", record.help, record.source) for record in catalog.KL_ESTIMATORS.values()]
     rewards = [(f"`{record.name}`", record.help) for record in catalog.REWARDS.values()]
+    transports = [(f"`{record.name}`", record.help) for record in catalog.TRANSPORTS.values()]
     tables: list[tuple[str, tuple[str, ...], Iterable[tuple[str, ...]]]] = [
         ("`advantage_estimator`", ("name", "advantage", "policy loss", "reads", "source"), estimators),
         ("`policy_loss`", ("name", "loss", "settings", "source"), losses),
         ("`rollout_correction`", ("name", "weight of a token", "outside its bounds", "bounds", "source"), corrections),
         ("`kl_loss_type`", ("name", "estimate, d = lp − lp_ref", "source"), kl),
         ("`rm_type`", ("name", "reward"), rewards),
+        ("`weight_transport`", ("name", "how weights travel"), transports),
     ]
     return "\n".join([_ALGORITHMS, *(_table(title, "", head, rows) for title, head, rows in tables)])
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer
-from treadle.weights.broadcast_sender import BroadcastSender, RefusedOffer, one_line
+from treadle.weights.broadcast_sender import BroadcastKind, BroadcastSender, RefusedOffer, one_line
 from treadle.weights.parallel_copy import copy_pairs
 from treadle.weights.rendezvous import join_rendezvous, process_group
 from treadle.weights.served_weights import SentWeights, ServedWeights
@@ -208,15 +208,12 @@ def _add(total: int, buffer: Tensor) -> int:
     return (total * 31 + int(found) + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+KIND = BroadcastKind(NAME, lambda store, offer, device: _Ranks(offer.where["rendezvous"], store, device))
+
+
 def open_broadcast(weights: SentWeights, num_receivers: int, **settings: Any) -> BroadcastSender:
     """Open the trainer's end; `settings` are those of `BroadcastSender`."""
-    return BroadcastSender(
-        NAME,
-        lambda store, offer, device: _Ranks(offer.where["rendezvous"], store, device),
-        weights,
-        num_receivers,
-        **settings,
-    )
+    return BroadcastSender(KIND, weights, num_receivers, **settings)
 
 
 TRANSPORT = Transport(

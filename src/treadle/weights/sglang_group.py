@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec
-from treadle.weights.broadcast_sender import BroadcastSender, RefusedOffer, one_line
+from treadle.weights.broadcast_sender import BroadcastKind, BroadcastSender, RefusedOffer, one_line
 from treadle.weights.parallel_copy import copy_pairs
 from treadle.weights.rendezvous import join_rendezvous, process_group
 from treadle.weights.served_weights import SentWeights, ServedWeights
@@ -156,11 +156,12 @@ def _store_of_group(store: dist.Store, where: Mapping[str, Any]) -> dist.Store:
     return dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
 
 
+KIND = BroadcastKind(NAME, lambda store, offer, device: _Trainer(store, device))
+
+
 def open_sglang_group(weights: SentWeights, num_receivers: int, **settings: Any) -> BroadcastSender:
     """Open the trainer's end; `num_receivers` counts the ranks of all servers, `settings` are those of `BroadcastSender`."""
-    return BroadcastSender(
-        NAME, lambda store, offer, device: _Trainer(store, device), weights, num_receivers, **settings
-    )
+    return BroadcastSender(KIND, weights, num_receivers, **settings)
 
 
 def _no_receiver(served: ServedWeights) -> NoReturn:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treadle.catalog import TRANSPORTS, TransportRecord
 from treadle.errors import ConfigError
 from treadle.registry import resolve
 
@@ -21,16 +22,11 @@ if TYPE_CHECKING:
     from treadle.weights.base import Offer, WeightReceiver, WeightSender
     from treadle.weights.served_weights import SentWeights, ServedWeights
 
-KNOWN = {
-    "inproc": "treadle.weights.in_process:TRANSPORT",
-    "shm": "treadle.weights.shm:TRANSPORT",
-    "disk": "treadle.weights.disk:TRANSPORT",
-    "disk-delta": "treadle.weights.disk_delta:TRANSPORT",
-    "broadcast": "treadle.weights.broadcast:TRANSPORT",
-    "sglang-group": "treadle.weights.sglang_group:TRANSPORT",
-    "cuda_ipc": "treadle.weights.cuda_ipc:TRANSPORT",
+_INTERNAL = {
+    "inproc": TransportRecord("inproc", "in one process", function="in_process"),
+    "sglang-group": TransportRecord("sglang-group", "broadcast to SGLang servers", function="sglang_group"),
 }
-"""Where the record of each built-in transport is."""
+"""Transports that a run chooses by itself."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,8 @@ class Transport:
 
 def find_transport(name: str) -> Transport:
     """Return the transport with this name or path; raises `ConfigError` if there is none."""
-    found: object = resolve("weight transport", KNOWN.get(name, name), {})
+    record = TRANSPORTS.get(name) or _INTERNAL.get(name)
+    found: object = record.load() if record is not None else resolve("weight transport", name, {})
     if not isinstance(found, Transport):
         raise ConfigError(f"weight transport {name!r} is a {type(found).__name__}; give a treadle.weights.Transport")
     return found
