@@ -215,6 +215,26 @@ def test_several_engines_by_every_transport(run_ray: Callable[..., Path], local_
     assert weights(run_ray(transport, *flags)) == weights(local_run)
 
 
+OWN_TRANSPORT = """
+from treadle.weights import Transport
+from treadle.weights.disk import DiskReceiver, DiskSender
+
+class Receiver(DiskReceiver):
+    def receive(self, offer):
+        super().receive(offer.__class__("disk", offer.version, offer.specs, offer.where))
+
+TRANSPORT = Transport("mine", lambda weights, plan: DiskSender(weights, plan.folder / "mine"), Receiver)
+"""
+
+
+def test_a_transport_of_the_user_s_own(run_ray: Callable[..., Path], local_run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own_transport.py"
+    file.write_text(OWN_TRANSPORT)
+    flags = ("--weight-transport", f"{file}:TRANSPORT", "--weight-folder", str(tmp_path), "--save-interval", "4")
+    assert weights(run_ray("own", *flags)) == weights(local_run)
+    assert not (tmp_path / "mine").exists(), "a sender removes its files"
+
+
 @long
 @pytest.mark.parametrize(
     ("blow", "transport"),
