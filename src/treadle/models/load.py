@@ -18,6 +18,7 @@ from treadle.models.cpu.fused_layers import fuse_layers
 from treadle.models.cpu.norm import fuse_norms
 from treadle.models.forward import check_forward
 from treadle.models.sizes import check_labels, check_sizes
+from treadle.models.trainable import FULL
 from treadle.models.weight_checks import check_weights
 from treadle.storage.regular_file import NOT_REGULAR, irregular_files, read_regular
 
@@ -142,8 +143,7 @@ def load_model(
     probe = check_loadable(path, load_config(path), fused=fused)
     model = read_model(path, dtype, attn_implementation=register_attention())
     model.to(device)
-    for name, parameter in model.named_parameters():  # reading weights forgets which ones are frozen
-        parameter.requires_grad_(trainable and not probe.freezes(name))
+    FULL.freeze(model, lambda name: not trainable or probe.freezes(name))  # reading weights forgets what was frozen
     model.eval()
     switch_dropout_off(model)
     if fused:
@@ -186,8 +186,7 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
     model.tie_weights()
     with suppress(OSError):  # it has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
-    if not trainable:  # what the architecture itself freezes stays frozen
-        model.requires_grad_(False)
+    FULL.freeze(model, lambda name: not trainable)  # what the architecture itself freezes stays frozen
     model.eval()
     switch_dropout_off(model)
     if fused:
@@ -214,25 +213,13 @@ def load_parameters(folder: Path) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def stored_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model folder that are no weights, such as the bias of a router."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in weights}
-
-
-def untrained_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a model folder holds beside trained weights: weights that the architecture freezes, and buffers."""
-    frozen = {name: p.detach().float() for name, p in model.named_parameters() if not p.requires_grad}
-    return {**frozen, **stored_buffers(model)}
-
-
 def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> None:
     """Write a model folder (config, generation config, safetensors) with the weights in `state`.
 
     Tied weights are written once; what is not trained is written as it is. The folder loads with
     `AutoModelForCausalLM.from_pretrained`.
     """
-    save_pretrained(model, folder, state_dict={**untrained_tensors(model), **state})
+    save_pretrained(model, folder, state_dict={**FULL.untrained(model), **state})
     dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
     if len(dtypes) == 1:
         _write_dtype(folder, dtypes.pop())

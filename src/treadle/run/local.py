@@ -13,6 +13,7 @@ from treadle.config import Config, recorded
 from treadle.errors import FailedSamplesError
 from treadle.metrics import Metric
 from treadle.models.context import context_length
+from treadle.models.trainable import FULL
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.filters import load_filter
 from treadle.rollout.manager import RolloutManager
@@ -170,6 +171,6 @@ async def _open_engine(
     else:
         engine = build.open_torch_engine(config, model, codec, compute)
         stack.push_async_callback(engine.close)
-        publisher = publish_in_process(SentWeights(dict(model.named_parameters())), engine.receive, progress.warn)
+        publisher = publish_in_process(SentWeights(FULL.published(model)), engine.receive, progress.warn)
     manager = await build.open_manager(config, engine, codec, context_length(model.config), stack)
     return manager, publisher.publish

@@ -19,6 +19,7 @@ from treadle.config.rollout_section import EngineValue
 from treadle.errors import ConfigError, EngineError
 from treadle.models.context import context_length, context_note
 from treadle.models.load import compute_dtype, load_config, name_of, pick_device
+from treadle.models.trainable import FULL
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.rollout.engines.server_engine import Dialect, ServerEngine, ServerLimits
 from treadle.rollout.engines.server_start import Client, ServerLaunch
@@ -176,7 +177,7 @@ async def open_local_servers(
     pool = EnginePool(engines, partial(open_server, config, place), pool_limits(config), warn)
     stack.push_async_callback(pool.close)
     plan = _transport_plan(config, place, await pool.num_receivers())
-    sender = open_sender(plan, SentWeights(dict(model.named_parameters())))
+    sender = open_sender(plan, SentWeights(FULL.published(model)))
     stack.callback(sender.close)
     publisher = Publisher(LocalSource(sender), pool.receive, warn, partial(pool.prepare, "wait"))
     pool.republish = lambda: publisher.repeat(lambda: pool.wants_weights)

@@ -56,9 +56,9 @@ class Critic:
 
     def values(self, batch: Batch, passes: Passes) -> Tensor:
         """Value of the state before each trained token, float32 [T], 0 at the others."""
-        found = self.micro_batches.per_token(batch, passes.all, self._values)
+        found = self.micro_batches.per_token(batch, passes.all, lambda packed: [self._values(packed)])
         self.parallel.free_gathered()
-        return found
+        return found[0]
 
     def _values(self, packed: PackedBatch) -> Tensor:
         plan = PackedAttention(packed.layout, self.backend)
@@ -120,9 +120,7 @@ class Critic:
             write_parts(folder, OPTIMIZER, state, self.optimizer.parameter_of, self.parallel)
             return
         masters = {name: p.detach() for name, p in self.optimizer.masters.items()}
-        frozen = {name: p.detach().float() for name, p in self.model.named_parameters() if name not in masters}
-        body = _under("model.", {**masters, **frozen})
-        save_model(self.model.model, body, folder)
+        save_model(self.model.model, _under("model.", masters), folder)
         save_value_head(_under("value_head.", masters), folder)
         save_file({k: v.contiguous() for k, v in state.items()}, folder / f"{OPTIMIZER}.safetensors")
 

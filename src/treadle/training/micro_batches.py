@@ -102,16 +102,20 @@ class MicroBatches:
         return MicroBatch(tuple(samples), row, row.tokens + of_sample[part.sample_index[row.tokens]])
 
     def per_token(
-        self, batch: Batch, micro_batches: Iterable[MicroBatch], score: Callable[[PackedBatch], Tensor]
-    ) -> Float[Tensor, " T"]:
-        """Run `score` (row → [K]) over micro-batches of a batch without gradients.
+        self, batch: Batch, micro_batches: Iterable[MicroBatch], score: Callable[[PackedBatch], Sequence[Tensor]]
+    ) -> list[Float[Tensor, " T"]]:
+        """Run `score` over micro-batches of a batch without gradients.
 
-        Returns float32 [T] on the CPU, 0 at tokens that no micro-batch trains.
+        Args:
+            score: one or two numbers for each trained token of a row: one or two tensors [K].
+        Returns:
+            float32 [T] on the CPU for each, 0 at tokens that no micro-batch trains.
         """
-        out = torch.zeros(batch.token_ids.shape[0])
+        out = [torch.zeros(batch.token_ids.shape[0]) for _ in range(2)]
         with torch.no_grad():
             for part in micro_batches:
-                out[part.places] = score(part.row.to(self.device)).float().cpu()
+                for whole, found in zip(out, score(part.row.to(self.device)), strict=False):
+                    whole[part.places] = found.float().cpu()
         return out
 
 

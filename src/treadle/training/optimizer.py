@@ -53,7 +53,7 @@ class MasterOptimizer:
         self.optim, self.total_steps = optim, total_steps
         parallel = as_parallel(module)
         self.is_sharded, self.grid, self.summed = parallel.is_sharded, parallel.grid, parallel.summed
-        self.params = {name: p for name, p in parallel.model.named_parameters() if p.requires_grad}
+        self.params = parallel.trainable.trained(parallel.model)
         self.masters: dict[str, nn.Parameter] = {}
         for name, param in self.params.items():
             if self.is_sharded:

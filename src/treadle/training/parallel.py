@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from treadle.config import Config
 from treadle.errors import ConfigError
+from treadle.models.trainable import FULL, Trainable
 from treadle.training.ranks import ALONE, Ranks
 from treadle.training.tensor_parallel import check_heads, split_layers
 
@@ -121,11 +122,16 @@ def build_grid(spec: ParallelSpec, device: torch.device) -> Grid:
 
 
 class ParallelModel(nn.Module):
-    """A model and its grid. Calling it runs a function of the model where all weights it may read are gathered."""
+    """A model, what of it is trained, and its grid.
 
-    def __init__(self, model: nn.Module, grid: Grid, compute_dtype: torch.dtype | None = None):
+    Calling it runs a function of the model with all weights gathered that the function may read.
+    """
+
+    def __init__(
+        self, model: nn.Module, grid: Grid, compute_dtype: torch.dtype | None = None, trainable: Trainable = FULL
+    ):
         super().__init__()
-        self.model, self.grid = model, grid
+        self.model, self.grid, self.trainable = model, grid, trainable
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
         self.summed: frozenset[str] = frozenset()  # weights whose gradients the neighbours must add up
 

@@ -42,14 +42,11 @@ class MicroBatchResult:
     rollout_gap: Float[Tensor, " K"]  # trainer's logprob before the step minus the engine's
 
 
-def packed_logprobs(model: nn.Module, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
-    """Logprobs of the trained tokens at their sampling temperature."""
-    return as_parallel(model)(_logprobs, packed, backend, False)[0]
-
-
-def packed_entropy(model: nn.Module, packed: PackedBatch, backend: Backend) -> Float[Tensor, " K"]:
-    """Entropy of the distributions the trained tokens were drawn from."""
-    return as_parallel(model)(_logprobs, packed, backend, False)[1]
+def packed_scores(
+    model: nn.Module, packed: PackedBatch, backend: Backend
+) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
+    """Return the logprobs of the trained tokens at their sampling temperature, and the entropies of their distributions."""
+    return as_parallel(model)(_logprobs, packed, backend, False)
 
 
 def _logprobs(
@@ -73,7 +70,7 @@ def _logprobs(
 
 def empty_loss(model: nn.Module, packed: PackedBatch, backend: Backend) -> Tensor:
     """A loss of 0 that goes through the whole model: the pass of a row without trained tokens."""
-    return as_parallel(model)(_logprobs, packed, backend, False)[0].sum()
+    return packed_scores(model, packed, backend)[0].sum()
 
 
 def micro_batch_loss(

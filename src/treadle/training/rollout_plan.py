@@ -81,6 +81,11 @@ def numbers_at(places: Sequence[int], parts: Sequence[TokenNumbers]) -> Tensor:
     return torch.cat([torch.zeros(0), *(found[place] for place in places)])
 
 
+def objective_of(config: Config) -> Objective:
+    """Return the objective of a run's first rollout."""
+    return build_objective(config.algorithm, config.rollout.rollout_max_response_len, config.reward.part_weights)
+
+
 class Planner:
     """Plans rollouts one after the other; what it has to remember between them goes into the checkpoint."""
 
@@ -92,9 +97,7 @@ class Planner:
         warn: Callable[[str], None] = warnings.warn,
     ):
         self.config, self.arithmetic, self.num_ranks, self.warn = config, arithmetic, num_ranks, warn
-        self.objective: Objective = build_objective(
-            config.algorithm, config.rollout.rollout_max_response_len, config.reward.part_weights
-        )
+        self.objective: Objective = objective_of(config)
         self.reward_moments = RunningMoments()
 
     def plan(self, groups: Sequence[Group]) -> list[RankShare]:

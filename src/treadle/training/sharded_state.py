@@ -19,9 +19,9 @@ from treadle.models.load import (
     load_parameters,
     renames_weights,
     save_model,
-    stored_buffers,
     write_model_config,
 )
+from treadle.models.trainable import stored_buffers
 from treadle.training.parallel import Grid, ParallelModel, gathered, local_part, part_of, shard
 from treadle.training.tensor_files import TensorFiles, plan_files, write_files, write_index
 
@@ -93,7 +93,7 @@ def full_parameters(parallel: ParallelModel, dtype: torch.dtype) -> Iterator[tup
 
     Use a tensor before you ask for the next one: nothing else keeps it, and no rank ever has two copies of the model.
     """
-    for name, param in parallel.model.named_parameters():
+    for name, param in parallel.trainable.published(parallel.model).items():
         yield name, gathered(local_part(param.detach()).to(dtype), param, parallel.grid.device)
 
 

@@ -6,9 +6,10 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from treadle.config import BatchArithmetic, Config
 from treadle.errors import ModelError, first_line
 from treadle.metrics import Metric, metric
-from treadle.models.load import save_model, untrained_tensors, write_model_config
+from treadle.models.load import save_model, write_model_config
 from treadle.models.offload import HostCopies
 from treadle.models.recompute import recompute_layers
 from treadle.training.batch import Batch
@@ -32,12 +33,11 @@ from treadle.training.policy_loss import (
     empty_loss,
     micro_batch_loss,
     micro_batch_metrics,
-    packed_entropy,
-    packed_logprobs,
+    packed_scores,
 )
 from treadle.training.ranks import lost_ranks_are_named
 from treadle.training.reference import Reference, lent_to
-from treadle.training.rollout_plan import Planner, RankShare
+from treadle.training.rollout_plan import Planner, RankShare, objective_of
 from treadle.training.sharded_state import full_parameters, stored_parameters, write_model_folder, write_parts
 from treadle.training.tensor_files import Chosen
 from treadle.types import Group
@@ -85,8 +85,7 @@ class Trainer:
         self.model: PreTrainedModel = self.policy.model
         self.critic, self.teacher, self.reference = critic, teacher, reference
         self.config, self.arithmetic, self.warn = config, arithmetic, warn
-        self.planner = Planner(config, arithmetic, warn=warn)  # of one process; a driver of many ranks has its own
-        self.objective = self.planner.objective
+        self.objective = objective_of(config)
         self.micro_batches = MicroBatches(config.train, self.policy.grid.device, self.policy.ranks)
         needs = self.objective.needs
         assert not needs.ref_logprobs or reference is not None, "the objective needs a reference model"
@@ -102,6 +101,11 @@ class Trainer:
     @property
     def device(self) -> torch.device:
         return self.micro_batches.device
+
+    @cached_property
+    def planner(self) -> Planner:
+        """The planner of one process; with many ranks the driver has its own."""
+        return Planner(self.config, self.arithmetic, warn=self.warn)
 
     def train(self, groups: Sequence[Group], rollout_id: int = 0) -> list[Metric]:
         """Take the rollout's optimizer steps; failed samples are left out and counted. For one process."""
@@ -184,36 +188,35 @@ class Trainer:
         """The batch with what the objective needs, and only that; old logprobs of the only step are its own, and values
         come from elsewhere where there is no critic here."""
         batch, passes, needs = rollout.batch, rollout.passes, self.objective.needs
-        if needs.prior_logprobs or self.arithmetic.num_steps_per_rollout > 1:
-            batch = replace(batch, old_logprobs=self._scored(batch, passes, self.policy))
-        if needs.prior_entropy:
-            batch = replace(batch, entropy=self._scored(batch, passes, self.policy, packed_entropy))
+        needs_old = needs.prior_logprobs or self.arithmetic.num_steps_per_rollout > 1
+        if needs_old or needs.prior_entropy:
+            logprobs, entropy = self._scored(batch, passes, self.policy)
+            found = {
+                "old_logprobs": logprobs if needs_old else None,
+                "entropy": entropy if needs.prior_entropy else None,
+            }
+            batch = replace(batch, **found)
         if needs.ref_logprobs:
             assert self.reference is not None
             with lent_to(self.device, self.reference.parallel) as model:
-                batch = replace(batch, ref_logprobs=self._scored(batch, passes, model))
+                batch = replace(batch, ref_logprobs=self._scored(batch, passes, model)[0])
         if self.teacher is not None:
             with lent_to(self.device, as_parallel(self.teacher)) as model:
-                batch = replace(batch, teacher_logprobs=self._scored(batch, passes, model))
+                batch = replace(batch, teacher_logprobs=self._scored(batch, passes, model)[0])
         if self.critic is not None and rollout.critic_passes is not None:
             batch = replace(batch, values=self.critic.values(batch, rollout.critic_passes))
         return batch
 
     def logprobs(self, batch: Batch, model: nn.Module) -> Tensor:
         """Logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
-        return self._scored(batch, self.micro_batches.plan(batch, [range(len(batch))]), as_parallel(model))
+        return self._scored(batch, self.micro_batches.plan(batch, [range(len(batch))]), as_parallel(model))[0]
 
-    def _scored(
-        self,
-        batch: Batch,
-        passes: Passes,
-        model: ParallelModel,
-        score: Callable[..., Tensor] = packed_logprobs,
-    ) -> Tensor:
+    def _scored(self, batch: Batch, passes: Passes, model: ParallelModel) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropies of the trained tokens under `model`, each float32 [T], by one forward pass."""
         backend = self.config.model.attention_backend
-        found = self.micro_batches.per_token(batch, passes.all, lambda packed: score(model, packed, backend))
+        found = self.micro_batches.per_token(batch, passes.all, lambda packed: packed_scores(model, packed, backend))
         model.free_gathered()
-        return found
+        return found[0], found[1]
 
     def _steer_kl(self, metrics: Sequence[Metric], num_samples: int) -> list[Metric]:
         """Move the weight of KL for the next rollout by what was measured in this one; nothing where there is no target."""
@@ -222,8 +225,11 @@ class Trainer:
         used = metric("train/kl_coef", self.objective.kl_weight)
         measured = self._mean_over_ranks([m for m in metrics if m.name == "train/kl"])
         if not math.isnan(measured):  # no step was taken, or the policy is broken: leave the weight as it is
-            self.objective = self.objective.steered(measured, num_samples)
+            self._set_kl_weight(self.objective.steered(measured, num_samples))
         return [used] if self.policy.grid.is_first else []
+
+    def _set_kl_weight(self, weight: float) -> None:
+        self.objective = replace(self.objective, kl_weight=weight)
 
     def _mean_over_ranks(self, metrics: Sequence[Metric]) -> float:
         sums = [math.fsum(m.value * m.weight for m in metrics), math.fsum(m.weight for m in metrics)]
@@ -273,7 +279,11 @@ class Trainer:
     def weight_specs(self) -> dict[str, WeightSpec]:
         """Name, shape and dtype of each weight that `full_parameters` yields, in its order."""
         dtype = self.policy.compute_dtype
-        return {name: WeightSpec(tuple(p.shape), dtype) for name, p in self.model.named_parameters()}
+        return {name: WeightSpec(tuple(p.shape), dtype) for name, p in self.published().items()}
+
+    def published(self) -> Mapping[str, Tensor]:
+        """Return the weights that engines receive, or this rank's shards of them."""
+        return self.policy.trainable.published(self.model)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight whole, in the compute dtype, one at a time; all ranks must run through it at the same time."""
@@ -343,20 +353,21 @@ class Trainer:
             state["critic_steps"] = self.critic.optimizer.num_steps
         if self.config.algorithm.kl_target is not None:
             state["kl_weight"] = self.objective.kl_weight
-        return {**state, **self.planner.state()}
+        return {**state, **(self.planner.state() if self.policy.grid.world.is_alone else {})}
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule; raises `CheckpointError` for a checkpoint of another model."""
         tensors = stored_parameters(checkpoint.path / "model", list(self.optimizer.params))
-        untrained = untrained_tensors(self.model)
+        untrained = self.policy.trainable.untrained(self.model)
         trained = Chosen({name: (tensors, name) for name in tensors if name not in untrained})
         check_same_model(checkpoint, trained, self.optimizer.params)
         self.optimizer.load_masters(trained)
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
         self.optimizer.num_steps = checkpoint.entry("optimizer_steps", int)
         if self.config.algorithm.kl_target is not None and "kl_weight" in checkpoint.state:
-            self.objective = replace(self.objective, kl_weight=checkpoint.entry("kl_weight", float))
-        self.planner.load_state(checkpoint.state)
+            self._set_kl_weight(checkpoint.entry("kl_weight", float))
+        if self.policy.grid.world.is_alone:
+            self.planner.load_state(checkpoint.state)
         if self.critic is not None:
             self.critic.load(checkpoint)
         if self.reference is not None:

@@ -144,7 +144,7 @@ class TrainActor(RankActor):
         if trainer.policy.is_sharded:
             specs = trainer.weight_specs()
             self._whole = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
-        tensors = self._whole or dict(trainer.model.named_parameters())
+        tensors = self._whole or trainer.published()
         self._sender = open_sender(plan, SentWeights(tensors))
 
     def offer(self, version: int) -> Offer | None:

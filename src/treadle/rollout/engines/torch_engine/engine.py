@@ -12,6 +12,7 @@ from treadle.errors import EngineError
 from treadle.models.context import context_length
 from treadle.models.forward import head_of
 from treadle.models.offload import HostCopies
+from treadle.models.trainable import FULL
 from treadle.rollout.engines.base import EnginePart, check_request
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
 from treadle.types import Completion, SamplingParams
@@ -77,7 +78,7 @@ class TorchEngine:
 
     async def receive(self, offer: Offer) -> None:
         if self._served is None:
-            self._served = ServedWeights(dict(self.model.named_parameters()), self.hold_version)
+            self._served = ServedWeights(FULL.published(self.model), self.hold_version)
         if offer.transport not in self._receivers:
             self._receivers[offer.transport] = find_transport(offer.transport).open_receiver(self._served)
         await self.receive_by(self._receivers[offer.transport], offer)
