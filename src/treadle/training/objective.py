@@ -79,15 +79,16 @@ class Objective:
         own_loss = self.section.custom_loss_path is not None
         return self.entropy_coef == 0 and self.kl_loss_coef == 0 and not own_loss
 
-    def steered(self, measured_kl: float, num_samples: int) -> float:
-        """Return the weight of KL for the next rollout, moved towards `kl_target`.
+    def steered(self, measured_kl: float, num_samples: int) -> Objective:
+        """Return the objective of the next rollout, its weight of KL moved towards `kl_target`.
 
         `num_samples` counts trajectories; `measured_kl` is the mean per trained token of the rollout, as `train/kl` has it, in nats.
         """
         target, horizon = self.section.kl_target, self.section.kl_horizon
         assert target is not None
         assert horizon is not None
-        return update_kl_coef(AdaptiveKL(self.kl_weight, target, horizon), measured_kl, num_samples).coef
+        state = update_kl_coef(AdaptiveKL(self.kl_weight, target, horizon), measured_kl, num_samples)
+        return replace(self, kl_weight=state.coef)
 
     def correction(self, batch: Batch, ranks: Ranks = ALONE) -> Float[Tensor, " T"] | None:
         """Factor on the policy loss of each token, of this rank's share of a rollout; None where nothing changes it."""

@@ -225,7 +225,7 @@ class Trainer:
         used = metric("train/kl_coef", self.objective.kl_weight)
         measured = self._mean_over_ranks([m for m in metrics if m.name == "train/kl"])
         if not math.isnan(measured):  # no step was taken, or the policy is broken: leave the weight as it is
-            self._set_kl_weight(self.objective.steered(measured, num_samples))
+            self._set_kl_weight(self.objective.steered(measured, num_samples).kl_weight)
         return [used] if self.policy.grid.is_first else []
 
     def _set_kl_weight(self, weight: float) -> None:
