@@ -295,12 +295,15 @@ class Counts:
             return [{"role": "user", "content": f"T{len(self.turns)}"}]
         return Step(reward={"turns": len(self.turns), "last": 0.5})
 
-class DiesOnce(Counts):
-    '''Its process ends in the second step, once: the state must be made again from the turns.'''
+class Dies(Counts):
+    '''One row ends the process in its second step: the state of the others must be made again from their turns.'''
+
+    async def open(self, prompt):
+        self.dies = "dies" in prompt.columns
+        return await super().open(prompt)
 
     async def step(self, turn):
-        if len(self.turns) == 1 and not os.path.exists(__file__ + ".died"):
-            open(__file__ + ".died", "w").close()
+        if len(self.turns) == 1 and self.dies:
             os._exit(3)
         return await super().step(turn)
 
@@ -374,8 +377,10 @@ def test_an_episode_gives_the_first_messages_keeps_state_and_rewards_its_sample(
     assert samples[0].reward_parts == {"env": 3.5, "env.turns": 3.0, "env.last": 0.5}
 
 
-def test_an_episode_whose_process_died_is_made_again_from_its_turns(play_episodes) -> None:
-    assert [s.reward for s in play_episodes("DiesOnce", [{"turns": 3}])] == [3.5, 3.5]
+def test_episodes_of_a_process_that_died_are_made_again_from_their_turns(play_episodes) -> None:
+    samples = play_episodes("Dies", [{"dies": True}, {"turns": 5}, {"turns": 4}])
+    assert [s.failure for s in samples[:2]] == ["environment: its worker process died (exit code 3)"] * 2
+    assert [(s.reward, s.failure) for s in samples[2:]] == [(5.5, "")] * 2 + [(4.5, "")] * 2
 
 
 def test_a_fresh_context_makes_two_samples_of_one_trajectory(play_episodes, tiny_codec) -> None:

@@ -46,7 +46,7 @@ def load_handler(path: str) -> Handler:
         else:
             if episode is None or had != len(turns) - 1:
                 episode = await environment.resumed(prompt, turns[:-1])
-            answer = _step_to_json(await episode.step(turns[-1]))
+            answer = step_to_json(await episode.step(turns[-1]))
         if environment.keeps_state:
             live[key] = episode, len(turns)
             if len(live) > MAX_LIVE:
@@ -56,7 +56,8 @@ def load_handler(path: str) -> Handler:
     return handle
 
 
-def _step_to_json(step: Step) -> dict[str, Any]:
+def step_to_json(step: Step) -> dict[str, Any]:
+    """Return a checked step as JSON values."""
     score = step.reward
     assert score is None or isinstance(score, RewardScore), "read_step makes one"
     reward = None if score is None else {"value": score.value, "parts": dict(score.parts)}
