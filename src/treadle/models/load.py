@@ -14,8 +14,7 @@ from treadle.errors import ModelError, first_line
 from treadle.hub import work_offline_if_cut_off
 from treadle.models.architecture import Probe, check_architecture, switch_dropout_off
 from treadle.models.attention import register_attention
-from treadle.models.cpu.fused_layers import fuse_layers
-from treadle.models.cpu.norm import fuse_norms
+from treadle.models.cpu import fuse
 from treadle.models.forward import check_forward
 from treadle.models.sizes import check_labels, check_sizes
 from treadle.models.trainable import FULL
@@ -147,8 +146,7 @@ def load_model(
     model.eval()
     switch_dropout_off(model)
     if fused:
-        fuse_norms(model)
-        fuse_layers(model)
+        fuse(model)
     check_forward(model, FORWARD_TOLERANCE[dtype])
     return model
 
@@ -190,8 +188,7 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
     model.eval()
     switch_dropout_off(model)
     if fused:
-        fuse_norms(model)
-        fuse_layers(model)
+        fuse(model)
     return model
 
 

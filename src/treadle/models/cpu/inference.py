@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttention
 from treadle.models.cpu.decode_kernels import MOST_ROWS, CpuKernels, LayerKernel, cpu_kernels
-from treadle.models.cpu.fused_layers import FUSED_MODEL_TYPES, FusedAttention, declared_attention, rotate, signed_halves
+from treadle.models.cpu.fused_layers import rotate, signed_halves
+from treadle.models.cpu.known_layer import KnownLayer, is_known, known_layers, split_heads
 from treadle.models.forward import Head, head_of, hidden_states
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
@@ -75,13 +76,11 @@ class PlainInference:
 
 def can_fuse(model: PreTrainedModel) -> bool:
     """True where `FusedInference` knows the architecture and the CPU's matmul library is there."""
-    config = model.config
-    known = config.model_type in FUSED_MODEL_TYPES and config.hidden_act == "silu"
     weight = model.get_input_embeddings().weight
     supported = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
-    return known and weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and supported
+    return is_known(model.config) and weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and supported
 
 
 def inference_model(model: PreTrainedModel, *, fused: bool) -> InferenceModel:
@@ -161,18 +160,17 @@ class _Layer:
     kernel: LayerKernel | None  # for few rows
 
     @classmethod
-    def of(cls, layer: Any, kernels: CpuKernels | None) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        has_norms = hasattr(attention, "q_norm")
+    def of(cls, layer: KnownLayer, kernels: CpuKernels | None) -> _Layer:
+        norms = layer.norms
         return cls(
-            attention.declared if isinstance(attention, FusedAttention) else declared_attention(attention),
-            _Norm(layer.input_layernorm, kernels),
-            _Linear(attention.q_proj, attention.k_proj, attention.v_proj),
-            (_Norm(attention.q_norm, kernels), _Norm(attention.k_norm, kernels)) if has_norms else None,
-            _Linear(attention.o_proj),
-            _Norm(layer.post_attention_layernorm, kernels),
-            _Linear(mlp.gate_proj, mlp.up_proj),
-            _Linear(mlp.down_proj),
+            layer.declared,
+            _Norm(layer.norm_in, kernels),
+            _Linear(layer.query, layer.key, layer.value),
+            None if norms is None else (_Norm(norms[0], kernels), _Norm(norms[1], kernels)),
+            _Linear(layer.out),
+            _Norm(layer.norm_mlp, kernels),
+            _Linear(layer.gate, layer.up),
+            _Linear(layer.down),
             None if kernels is None else LayerKernel(layer, kernels),
         )
 
@@ -194,7 +192,7 @@ class FusedInference:
     @torch.no_grad()
     def refresh(self) -> None:
         body = self.model.base_model
-        self._layers = [_Layer.of(layer, self.kernels) for layer in body.layers]
+        self._layers = [_Layer.of(known, self.kernels) for _, known in known_layers(self.model)]
         self._norm = _Norm(body.norm, self.kernels)
         self._head = (head_of(self.model), _Linear(self.model.get_output_embeddings()))
 
@@ -207,13 +205,15 @@ class FusedInference:
         x = F.embedding(token_ids, body.embed_tokens.weight)
         cos, sin = body.rotary_emb(x, position_ids=position_ids.unsqueeze(0))
         cos, sin = signed_halves(cos, sin)
+        counts, turn = (self._heads, self._kv_heads), rotate if self.kernels is None else self.kernels.rotate
         for layer in self._layers:
             if layer.kernel is not None and len(x) <= MOST_ROWS:
                 heads = layer.kernel.project(x, cos, sin)
                 attended = plan.attend(*heads.split(self._split, dim=1), layer.attention)
                 x = layer.kernel.finish(x, attended)
                 continue
-            query, key, value = self._heads_of(layer, layer.qkv(layer.norm_in(x)), cos, sin)
+            qkv = layer.qkv(layer.norm_in(x))
+            query, key, value = split_heads(qkv, counts, layer.norms, lambda heads: turn(heads, cos, sin))
             attended = plan.attend(query, key, value, layer.attention)
             x = layer.out.plus(attended.flatten(1), x)
             x = layer.down.plus(self._gated(layer.gate_up(layer.norm_mlp(x))), x)
@@ -225,19 +225,6 @@ class FusedInference:
             return self.kernels.silu_times(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-
-    def _heads_of(self, layer: _Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, E], keys and values [N, K, E] of one layer, positions applied."""
-        rotated = self._heads + self._kv_heads
-        heads = qkv.view(len(qkv), rotated + self._kv_heads, -1)
-        query_key, value = heads[:, :rotated], heads[:, rotated:]
-        if layer.norms is not None:
-            of_query, of_key = layer.norms
-            parts = query_key.split([self._heads, self._kv_heads], dim=1)
-            query_key = torch.cat([of_query(parts[0]), of_key(parts[1])], dim=1)
-        turn = rotate if self.kernels is None else self.kernels.rotate
-        query_key = turn(query_key, cos, sin)
-        return query_key[:, : self._heads], query_key[:, self._heads :], value
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self._head is not None, "refresh() comes first"
