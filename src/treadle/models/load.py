@@ -141,7 +141,8 @@ def load_model(
     """
     probe = check_loadable(path, load_config(path), fused=fused)
     model = read_model(path, dtype, attn_implementation=register_attention())
-    model.to(device)
+    module: torch.nn.Module = model
+    module.to(device)
     FULL.freeze(model, lambda name: not trainable or probe.freezes(name))  # reading weights forgets what was frozen
     model.eval()
     switch_dropout_off(model)
@@ -157,7 +158,7 @@ def read_model(path: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel
 
     config = load_config(path)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        read: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -168,6 +169,8 @@ def read_model(path: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel
         )
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {path!r}: {first_line(error)}") from error
+    model: PreTrainedModel
+    model, found = read
     check_weights(path, model, found)
     return model
 

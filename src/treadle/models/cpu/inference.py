@@ -23,7 +23,7 @@ from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttent
 from treadle.models.cpu.decode_kernels import MOST_ROWS, CpuKernels, LayerKernel, cpu_kernels
 from treadle.models.cpu.fused_layers import rotate, signed_halves
 from treadle.models.cpu.known_layer import KnownLayer, is_known, known_layers, split_heads
-from treadle.models.forward import Head, head_of, hidden_states
+from treadle.models.forward import Head, embeddings_of, head_of, hidden_states
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
 
@@ -56,10 +56,9 @@ class InferenceModel(Protocol):
 class PlainInference:
     """The module itself."""
 
-    kernels = None
-
     def __init__(self, model: PreTrainedModel):
         self.model = model
+        self.kernels: CpuKernels | None = None
 
     def refresh(self) -> None:
         return
@@ -76,7 +75,7 @@ class PlainInference:
 
 def can_fuse(model: PreTrainedModel) -> bool:
     """True where `FusedInference` knows the architecture and the CPU's matmul library is there."""
-    weight = model.get_input_embeddings().weight
+    weight = embeddings_of(model)
     supported = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
@@ -87,7 +86,7 @@ def inference_model(model: PreTrainedModel, *, fused: bool) -> InferenceModel:
     """The quickest forward pass there is for this model; the plain one where `fused` is False or differs from it."""
     if fused and can_fuse(model):
         found = FusedInference(model)
-        if _gap(found) <= FORWARD_TOLERANCE[model.get_input_embeddings().weight.dtype]:
+        if _gap(found) <= FORWARD_TOLERANCE[embeddings_of(model).dtype]:
             return found
     return PlainInference(model)
 
@@ -98,7 +97,7 @@ def _gap(fused: FusedInference) -> float:
     model, gaps = fused.model, []
     fused.refresh()
     for layout in (PackedLayout((Family(6, (3, 4)),)), PackedLayout((Family(3, (2,)),))):
-        tokens = (torch.arange(1, layout.num_tokens + 1) * 7919) % model.get_input_embeddings().weight.shape[0]
+        tokens = (torch.arange(1, layout.num_tokens + 1) * 7919) % embeddings_of(model).shape[0]
         ours, own = (
             part.logits(part.hidden_states(tokens, layout.position_ids, PackedAttention(layout))).float()
             for part in (fused, PlainInference(model))
@@ -112,9 +111,9 @@ class _Linear:
     """A linear layer whose weights (several stacked, where given) are laid out for the CPU's matmul."""
 
     def __init__(self, *layers: nn.Linear):
-        weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
+        weight: Tensor = torch.cat(tuple(layer.weight for layer in layers)) if len(layers) > 1 else layers[0].weight
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases).detach() if biases else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -131,8 +130,8 @@ class _Norm:
     Without kernels in few operations, for at few rows each costs more than its arithmetic: `x w √D / √(|x|² + D eps)`.
     """
 
-    def __init__(self, norm: nn.Module, kernels: CpuKernels | None):
-        weight = norm.weight.detach()
+    def __init__(self, norm: Any, kernels: CpuKernels | None):
+        weight: Tensor = norm.weight.detach()
         self._dtype, self._kernels, self._eps = weight.dtype, kernels, norm.variance_epsilon
         exact = torch.promote_types(weight.dtype, torch.float32)
         self._weight = weight.to(exact) * (1.0 if kernels is not None else len(weight) ** 0.5)
@@ -182,7 +181,7 @@ class FusedInference:
         assert can_fuse(model), f"{model.config.model_type} can't be fused here"
         self.model = model
         config = model.config
-        self.kernels = cpu_kernels(config, model.get_input_embeddings().weight.dtype)
+        self.kernels = cpu_kernels(config, embeddings_of(model).dtype)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._split = [self._heads, self._kv_heads, self._kv_heads]
         self._layers: Sequence[_Layer] = ()
@@ -191,7 +190,7 @@ class FusedInference:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        body = self.model.base_model
+        body: Any = self.model.base_model
         self._layers = [_Layer.of(known, self.kernels) for _, known in known_layers(self.model)]
         self._norm = _Norm(body.norm, self.kernels)
         self._head = (head_of(self.model), _Linear(self.model.get_output_embeddings()))
@@ -209,7 +208,8 @@ class FusedInference:
         for layer in self._layers:
             if layer.kernel is not None and len(x) <= MOST_ROWS:
                 heads = layer.kernel.project(x, cos, sin)
-                attended = plan.attend(*heads.split(self._split, dim=1), layer.attention)
+                query, key, value = heads.split(self._split, dim=1)
+                attended = plan.attend(query, key, value, layer.attention)
                 x = layer.kernel.finish(x, attended)
                 continue
             qkv = layer.qkv(layer.norm_in(x))

@@ -77,7 +77,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: RowAttention, options: tuple[Any, float, int]
     ) -> Tensor:
-        given = tuple(_in_rows(x) for x in (query, key, value))
+        given = _in_rows(query), _in_rows(key), _in_rows(value)
         out = query.new_empty(query.shape)
         log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)
         row = families.row_of(*given, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -51,7 +51,7 @@ class EngineActor(WorkerActor):
         else:
             model = await self._compute.run(build.load_policy, config, model_path, trainable=False)
             self._engine = build.open_torch_engine(config, model, codec, self._compute, owns_weights=True)
-        return await self._engine.num_receivers()
+        return await self.engine.num_receivers()
 
     async def generate(self, token_ids: tuple[int, ...], sampling: SamplingParams, n: int) -> list[Completion]:
         return [completion async for completion in self.engine.generate(token_ids, sampling, n)]
@@ -118,7 +118,7 @@ class RemoteEngine:
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         # Its deadline is the caller's, as for every engine: it knows how long a rollout may take.
         call = self._worker.call("generation", EngineActor.generate, tuple(token_ids), sampling, n)
         for completion in await _answer(call, None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,7 @@ class TorchEngine:
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         self._ensure_serving()
         check_request(token_ids, sampling, n, self._max_length)
         request = Request(tuple(token_ids), sampling, n)
