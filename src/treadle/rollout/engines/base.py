@@ -6,7 +6,7 @@ Its methods are async. The caller keeps the deadline of every wait on an engine.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, Protocol
 
 from treadle.errors import EngineError
@@ -24,7 +24,9 @@ class Engine(Protocol):
         """Version of the weights that the next token is sampled with; -1 until the engine has the run's weights."""
         ...
 
-    def generate(self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1) -> AsyncIterator[Completion]:
+    def generate(
+        self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
+    ) -> AsyncGenerator[Completion, None]:
         """Continue a prompt n times; yield completions in the order they finish, each with its index.
 
         Sample `i` depends on the weights, the prompt, `sampling` and `i` only. If matmuls round differently for

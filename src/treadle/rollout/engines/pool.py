@@ -7,7 +7,7 @@ therefore given to another engine from its start, and samples that were returned
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -92,7 +92,7 @@ class EnginePool:
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         given: set[int] = set()
         while len(given) < n:
             slot, engine = await self._pick()

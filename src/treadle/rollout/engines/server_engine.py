@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -170,7 +170,7 @@ class ServerEngine:
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         self._ensure_serving()
         check_request(token_ids, sampling, n, self._limits.max_length)
         tasks = {asyncio.create_task(self._sample(token_ids, sampling, i)) for i in range(n)}

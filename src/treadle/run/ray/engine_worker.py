@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -118,7 +118,7 @@ class RemoteEngine:
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         # Its deadline is the caller's, as for every engine: it knows how long a rollout may take.
         call = self._worker.call("generation", EngineActor.generate, tuple(token_ids), sampling, n)
         for completion in await _answer(call, None):
