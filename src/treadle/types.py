@@ -130,6 +130,11 @@ class Group:
     def group_id(self) -> int:
         return self.prompt.group_id
 
+    @property
+    def trajectories(self) -> list[Sample]:
+        """The last sample of each trajectory, which stands for it in statistics of rewards."""
+        return list({(sample.trajectory_id, sample.index): sample for sample in self.samples}.values())
+
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
     """Turn a sample into plain JSON values; `sample_from_json` gives back the same arrays bit for bit."""

@@ -14,10 +14,10 @@ import pytest
 
 from treadle.config import RewardSection
 from treadle.errors import ConfigError
-from treadle.rollout.conversation import Conversation, TurnLimits
+from treadle.rollout.conversation import TurnLimits
 from treadle.rollout.engines.torch_engine.engine import TorchEngine
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
-from treadle.rollout.envs import IsolatedEnvironment, load_environment
+from treadle.rollout.envs import IsolatedEnvironment, ReplyFunction, load_environment
 from treadle.rollout.manager import Collect, RolloutManager
 from treadle.rollout.rewards import build_scorer
 from treadle.types import NO_VERSION, Prompt, Sample, SamplingParams, Status
@@ -44,9 +44,8 @@ def play(tiny_model, tiny_codec) -> Callable[..., Sample]:
     def run(script: Reply, *, max_turns: int = 8, max_new_tokens: int = 40, max_length: int = 256) -> Sample:
         async def main() -> Sample:
             engine = TorchEngine(tiny_model, tiny_codec, EngineLimits(8, 1 << 24))
-            limits = TurnLimits(max_turns, max_length)
-            conversation = Conversation(engine, tiny_codec, Scripted(script), limits)
-            manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, conversation=conversation)
+            environment, limits = ReplyFunction(Scripted(script).reply), TurnLimits(max_turns, max_length)
+            manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, environment=environment, limits=limits)
             text = tiny_codec.render_messages([{"role": "user", "content": "hello"}])
             prompt = Prompt(7, tuple(tiny_codec.encode_rendered(text)), text, label="x")
             sampling = SamplingParams(max_new_tokens, stop=tuple(CHARACTERS))
@@ -181,8 +180,8 @@ def run_rows(tiny_model, tiny_codec, tmp_path) -> Callable[[list[str]], list[Sam
                 stack.push_async_callback(engine.close)
                 environment = await IsolatedEnvironment.open(f"{tmp_path}/envs.py:reply", 1.5)
                 stack.push_async_callback(environment.close)
-                conversation = Conversation(engine, tiny_codec, environment, TurnLimits(8, 256))
-                manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, conversation=conversation)
+                limits = TurnLimits(8, 256)
+                manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, environment=environment, limits=limits)
                 text = tiny_codec.render_messages([{"role": "user", "content": "hello"}])
                 tokens = tuple(tiny_codec.encode_rendered(text))
                 prompts = [Prompt(i, tokens, text, label="x", columns={"do": word}) for i, word in enumerate(words)]
@@ -222,6 +221,15 @@ def test_one_that_waits_too_long_and_one_that_crashes(run_rows) -> None:
     assert fine.status is Status.COMPLETED
 
 
+async def replies(environment: Any, prompt: Prompt, turns: Sequence[str]) -> list[Any]:
+    """Play an episode with these turns of a model."""
+    episode = environment.episode()
+    await episode.open(prompt)
+    found = [(await episode.step(turn)).reply for turn in turns]
+    await episode.close()
+    return found
+
+
 def test_environments_are_found_by_path(tmp_path: Path) -> None:
     file = tmp_path / "envs.py"
     file.write_text(
@@ -231,7 +239,7 @@ def test_environments_are_found_by_path(tmp_path: Path) -> None:
     )
     for name, answer in (("function", "f"), ("Class", "c"), ("instance", "c")):
         environment = load_environment(f"{file}:{name}")
-        assert asyncio.run(environment.reply(Prompt(0, (1,), ""), ["x"])) == answer
+        assert asyncio.run(replies(environment, Prompt(0, (1,), ""), ["x"])) == [answer]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +267,141 @@ def test_an_environment_is_given_the_prompt_as_it_is(tmp_path: Path) -> None:
     async def main() -> Any:
         environment = await IsolatedEnvironment.open(f"{tmp_path}/shows.py:reply", 30.0)
         try:
-            return await environment.reply(prompt, ["one", "two"])
+            return (await replies(environment, prompt, ["one", "two"]))[-1]
         finally:
             await environment.close()
 
     assert asyncio.run(main()) == repr((prompt, ("one", "two")))
+
+
+EPISODES = """
+import os
+from treadle.rollout.envs import Opening, Step
+
+SCHEMA = {"type": "function", "function": {"name": "look"}}
+
+class Counts:
+    '''Says how many turns it has had, and then what the sample is worth.'''
+
+    def __init__(self):
+        self.turns = []
+
+    async def open(self, prompt):
+        self.wanted = prompt.columns.get("turns", 2)
+        return Opening([{"role": "user", "content": prompt.columns.get("begin", "go")}])
+
+    async def step(self, turn):
+        self.turns.append(turn)
+        if len(self.turns) < self.wanted:
+            return [{"role": "user", "content": f"T{len(self.turns)}"}]
+        return Step(reward={"turns": len(self.turns), "last": 0.5})
+
+class Dies(Counts):
+    '''One row ends the process in its second step: the state of the others must be made again from their turns.'''
+
+    async def open(self, prompt):
+        self.dies = "dies" in prompt.columns
+        return await super().open(prompt)
+
+    async def step(self, turn):
+        if len(self.turns) == 1 and self.dies:
+            os._exit(3)
+        return await super().step(turn)
+
+class Compacts(Counts):
+    '''After its first turn the context starts again.'''
+
+    async def step(self, turn):
+        self.turns.append(turn)
+        if len(self.turns) == 1:
+            return Step([{"role": "user", "content": "in short"}], fresh=True)
+        return Step(reward=2.0)
+
+class NoReward(Counts):
+    async def step(self, turn):
+        return None
+
+class Wrong(Counts):
+    async def step(self, turn):
+        return Step("on", reward=1.0)
+
+class OpensWrong(Counts):
+    async def open(self, prompt):
+        return Opening("text")
+"""
+
+
+@pytest.fixture
+def play_episodes(tiny_model, tiny_codec, tmp_path) -> Callable[..., list[Sample]]:
+    """Two samples of each row with the episode class of this name, rewarded by the episode alone."""
+    file = tmp_path / "episodes.py"
+    file.write_text(EPISODES)
+
+    def run(name: str, rows: Sequence[dict[str, Any]] = ({},)) -> list[Sample]:
+        async def main() -> list[Sample]:
+            engine = TorchEngine(tiny_model, tiny_codec, EngineLimits(64, 1 << 24))
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(engine.close)
+                environment = await IsolatedEnvironment.open(f"{file}:{name}", 5.0)
+                stack.push_async_callback(environment.close)
+                limits = TurnLimits(8, 256)
+                manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, environment=environment, limits=limits)
+                text = tiny_codec.render_messages([{"role": "user", "content": "hello"}])
+                tokens = tuple(tiny_codec.encode_rendered(text))
+                prompts = [Prompt(i, tokens, text, label="x", columns=row) for i, row in enumerate(rows)]
+                sampling = SamplingParams(60, stop=tuple(CHARACTERS))
+                scorer = await stack.enter_async_context(build_scorer(RewardSection(), required=False))
+                scorer.needs_value = True
+                groups = await manager.collect(Collect("test", prompts, sampling, 2, 3), scorer)
+                return [sample for group in groups for sample in group.samples]
+
+        return asyncio.run(main())
+
+    return run
+
+
+def given_parts(sample: Sample) -> list[list[int]]:
+    """The runs of tokens that nobody sampled."""
+    pieces = np.split(sample.token_ids, np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1)
+    return [piece.tolist() for piece in pieces[::2]]
+
+
+def test_an_episode_gives_the_first_messages_keeps_state_and_rewards_its_sample(play_episodes, tiny_codec) -> None:
+    samples = play_episodes("Counts", [{"begin": "abc", "turns": 3}, {}])
+    assert [s.status for s in samples] == [Status.COMPLETED] * 4
+    assert given_parts(samples[0])[0] == tiny_codec.encode_rendered("<user>abc<bot>")
+    assert [tiny_codec.decode(part) for part in given_parts(samples[0])[1:]] == [
+        "<eos><user>T1<bot>",
+        "<eos><user>T2<bot>",
+    ]
+    assert [s.reward for s in samples] == [3.5, 3.5, 2.5, 2.5]
+    assert samples[0].reward_parts == {"env": 3.5, "env.turns": 3.0, "env.last": 0.5}
+
+
+def test_episodes_of_a_process_that_died_are_made_again_from_their_turns(play_episodes) -> None:
+    samples = play_episodes("Dies", [{"dies": True}, {"turns": 5}, {"turns": 4}])
+    assert [s.failure for s in samples[:2]] == ["environment: its worker process died (exit code 3)"] * 2
+    assert [(s.reward, s.failure) for s in samples[2:]] == [(5.5, "")] * 2 + [(4.5, "")] * 2
+
+
+def test_a_fresh_context_makes_two_samples_of_one_trajectory(play_episodes, tiny_codec) -> None:
+    samples = play_episodes("Compacts")
+    assert [(s.index, s.trajectory_id) for s in samples] == [(0, 0), (0, 0), (1, 1), (1, 1)]
+    assert [s.reward for s in samples] == [2.0] * 4
+    assert given_parts(samples[0]) == [tiny_codec.encode_rendered("<user>go<bot>")]
+    assert given_parts(samples[1]) == [tiny_codec.encode_rendered("<user>in short<bot>")]
+    assert all(s.response_length > 0 for s in samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("NoReward", "the environment gave no reward: return a Step with one at the end"),
+        ("Wrong", "environment: returned a reward with a reply"),
+        ("OpensWrong", "environment: opened with text: 'text'"),
+    ],
+)
+def test_a_wrong_episode_fails_its_samples(play_episodes, name, why) -> None:
+    for sample in play_episodes(name):
+        assert sample.status is Status.FAILED
+        assert sample.failure.startswith(why)

@@ -78,7 +78,7 @@ def stop_strings_mean_what_they_say(config: Config) -> Iterator[Finding]:
 
 @rule("generate")
 def something_is_rewarded(config: Config) -> Iterator[Finding]:
-    if config.algorithm.opd_kl_coef == 0:  # a teacher is signal enough
+    if config.algorithm.opd_kl_coef == 0 and config.rollout.custom_env_path is None:  # a teacher is signal enough
         yield from _reward_is_given(config)
     elif config.eval.eval_interval is not None:
         yield from evaluation_is_rewarded(config)

@@ -1,22 +1,22 @@
-"""Prompts to scored groups: what is in flight, what it may cost, and what happens to what goes wrong."""
+"""Prompts to scored groups: how many are in flight, their deadline, and what happens if something fails."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 
 from treadle.chat import Codec
 from treadle.errors import DeadlineError
-from treadle.rollout.conversation import Conversation
+from treadle.rollout.conversation import ONE_TURN, Conversation, SingleTurn, Table, TurnLimits
 from treadle.rollout.engines.base import Engine
+from treadle.rollout.envs import Environment
 from treadle.rollout.rewards import RewardScorer
 from treadle.rollout.rewards.scorer import GroupScoring
-from treadle.rollout.trajectory import Trajectory, failed
-from treadle.types import Completion, Group, Prompt, Sample, SamplingParams
+from treadle.rollout.trajectory import failed
+from treadle.types import Completion, Group, Prompt, Sample, SamplingParams, Status
 
 OnSample = Callable[[int, int], None]
 """Called with how many samples are done and how many there will be."""
@@ -43,18 +43,19 @@ class RolloutManager:
         *,
         timeout_seconds: float,
         max_concurrent_prompts: int | None = None,
-        conversation: Conversation | None = None,
+        environment: Environment | None = None,
+        limits: TurnLimits = ONE_TURN,
     ):
         self.engine, self.codec = engine, codec
         self.timeout_seconds = timeout_seconds
         self.max_concurrent_prompts = max_concurrent_prompts
-        self.conversation = conversation
+        self._shared = Table(engine, codec, environment or SingleTurn(), limits)
 
     async def collect(self, job: Collect, scorer: RewardScorer, on_sample: OnSample | None = None) -> list[Group]:
-        """Generate and score n samples of every prompt; groups come back in the order of the prompts.
+        """Generate and score n samples of every prompt; return groups in the order of the prompts.
 
-        Raises `DeadlineError` naming what is missing where it takes longer than the rollout's deadline, and
-        `EngineError` where the engine fails. A reward that fails marks its sample only.
+        Raises `DeadlineError`, which says what is missing, after the rollout's deadline, and `EngineError` if the engine
+        fails. A reward or an environment that fails marks its sample only.
         """
         total = len(job.prompts) * job.n
         done = 0
@@ -90,43 +91,61 @@ class RolloutManager:
     ) -> Group:
         sampling = replace(job.sampling, seed=prompt_seed(job.seed, prompt))
         scoring = scorer.open_group(prompt, job.n)
-        tasks: list[asyncio.Task[Sample]] = []
+        plays = [Conversation(self._shared, prompt, index, sampling) for index in range(job.n)]
+        tasks: list[asyncio.Task[list[Sample]]] = []
+
+        def start(play: Conversation, first: Completion | None) -> None:
+            tasks.append(asyncio.create_task(self._finish(play, first, scoring, count)))
+
         try:
-            async with slots, aclosing(self.engine.generate(prompt.token_ids, sampling, job.n)) as completions:
-                async for completion in completions:
-                    finish = partial(self._finish, prompt, completion, sampling)
-                    tasks.append(asyncio.create_task(self._score(scoring, finish, count)))
-            samples = await asyncio.gather(*tasks)
+            async with slots:
+                await self._open(plays)
+                if all(play.prompt.token_ids == prompt.token_ids for play in plays):
+                    async with aclosing(self.engine.generate(prompt.token_ids, sampling, job.n)) as completions:
+                        async for completion in completions:
+                            start(plays[completion.index], completion)
+                else:
+                    for play in plays:
+                        start(play, None)
+                    await asyncio.gather(*tasks)
+            trajectories = await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:
                 task.cancel()
             raise
+        samples = [sample for trajectory in trajectories for sample in trajectory]
         return Group(prompt, tuple(sorted(samples, key=lambda s: s.index)))
 
-    async def _finish(self, prompt: Prompt, completion: Completion, sampling: SamplingParams) -> Sample:
-        """The sample of a completion, with whatever an environment makes of it.
+    async def _open(self, plays: Sequence[Conversation]) -> None:
+        """Begin the episodes of a group, side by side if that takes time."""
+        if self._shared.environment.opens:
+            await asyncio.gather(*(play.open() for play in plays))
+            return
+        for play in plays:
+            await play.open()
+
+    async def _finish(
+        self, play: Conversation, first: Completion | None, scoring: GroupScoring, count: Callable[[], None]
+    ) -> list[Sample]:
+        """Play a sample to its end and score it; all samples of its trajectory get the reward of the last one.
 
         A server may sample an id that stands for no token, from padding of the model's embeddings: such a sample fails.
         """
-        trajectory = Trajectory(prompt, completion.index, sampling.temperature)
-        if self.conversation is not None:
-            sample = await self.conversation.finish(trajectory, completion, sampling)
-        else:
-            trajectory.add_sampled(completion)
-            text = self.codec.response_text(completion.token_ids, sampling.stop_token_ids)
-            sample = trajectory.finish(completion.status, text)
+        *earlier, last = [self._checked(sample) for sample in await play.finish(first)]
+        broken = next((sample for sample in earlier if sample.status is Status.FAILED), None)
+        if broken is not None and last.status is not Status.FAILED:
+            last = failed(last, broken.failure)
+        last = await scoring.score(last)
+        count()
+        if last.status is Status.FAILED:
+            return [*(failed(sample, last.failure) for sample in earlier), last]
+        return [*(replace(s, reward=last.reward, reward_parts=last.reward_parts) for s in earlier), last]
+
+    def _checked(self, sample: Sample) -> Sample:
         strangers = self.codec.strangers(sample.token_ids[sample.loss_mask])
         if not len(strangers):
             return sample
         return failed(sample, f"the engine sampled id {strangers[0]}, which is no token of the tokenizer")
-
-    @staticmethod
-    async def _score(
-        scoring: GroupScoring, finish: Callable[[], Awaitable[Sample]], count: Callable[[], None]
-    ) -> Sample:
-        scored = await scoring.score(await finish())
-        count()
-        return scored
 
 
 def prompt_seed(seed: int, prompt: Prompt) -> int:

@@ -14,7 +14,7 @@ from treadle.types import Group, Sample, Status
 def rollout_metrics(groups: Sequence[Group], *, seconds: float, version: int) -> list[Metric]:
     """Metrics of collected groups; `version` is that of the weights that will be trained with them."""
     samples = [sample for group in groups for sample in group.samples]
-    scored = [sample for sample in samples if sample.reward is not None]
+    scored = [sample for group in groups for sample in group.trajectories if sample.reward is not None]
     lengths = np.array([sample.response_length for sample in samples])
     num_tokens = int(lengths.sum())
     out = [

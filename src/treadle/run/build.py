@@ -15,7 +15,7 @@ from treadle.models.bundled import resolve
 from treadle.models.context import context_length, context_note
 from treadle.models.load import check_loadable, compute_dtype, load_config, load_model, pick_device
 from treadle.models.value import value_model_of
-from treadle.rollout.conversation import Conversation, TurnLimits
+from treadle.rollout.conversation import TurnLimits
 from treadle.rollout.engines.base import Engine
 from treadle.rollout.engines.torch_engine.check import check_generation
 from treadle.rollout.engines.torch_engine.engine import TorchEngine
@@ -221,25 +221,26 @@ async def open_manager(
 ) -> RolloutManager:
     """Open the manager that feeds an engine whose model has a context of `max_length`."""
     rollout = config.rollout
-    conversation = None
+    environment = None
     if rollout.custom_env_path is not None:
         environment = await IsolatedEnvironment.open(rollout.custom_env_path, rollout.env_timeout_seconds)
         stack.push_async_callback(environment.close)
-        limits = TurnLimits(rollout.env_max_turns, max_length)
-        conversation = Conversation(engine, codec, environment, limits)
     return RolloutManager(
         engine,
         codec,
         timeout_seconds=rollout.rollout_timeout_seconds,
         max_concurrent_prompts=rollout.max_concurrent_prompts,
-        conversation=conversation,
+        environment=environment,
+        limits=TurnLimits(rollout.env_max_turns, max_length),
     )
 
 
 async def open_scorer(config: Config, reward: RewardSection, stack: AsyncExitStack) -> RewardScorer:
-    """The rewards of the run, or of one evaluation set; the rules of the configuration say where there may be none."""
+    """Open the rewards of the run, or of one evaluation set; the rules of the configuration say where there may be none."""
     wait = config.rollout.rollout_timeout_seconds
-    return await stack.enter_async_context(build_scorer(reward, group_wait_seconds=wait, required=False))
+    scorer = build_scorer(reward, group_wait_seconds=wait, required=False)
+    scorer.needs_value = config.rollout.custom_env_path is not None and config.algorithm.opd_kl_coef == 0
+    return await stack.enter_async_context(scorer)
 
 
 async def open_eval_sets(

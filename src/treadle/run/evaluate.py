@@ -48,7 +48,7 @@ def eval_sampling(config: Config, override: EvalOverride | None) -> tuple[Sampli
 
 def eval_metrics(name: str, groups: Sequence[Group]) -> list[Metric]:
     """Metrics of one evaluated set. A failed answer counts as reward 0 and is counted apart."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.trajectories]
     rewards = [sample.reward if sample.reward is not None else 0.0 for sample in samples]
     count = len(samples)
     out = [

@@ -166,13 +166,17 @@ class Planner:
         kept: list[Sample] = []
         steps: list[int] = []
         dropped: dict[str, int] = {}
-        for place, sample in enumerate(samples):
+        places: dict[tuple[int, int], int] = {}  # of each trajectory: all its samples belong to one step
+        for sample in samples:
+            places.setdefault((sample.group_id, sample.trajectory_id), len(places))
+        for sample in samples:
             reason = _reason_to_drop(sample, tuple(self.objective.part_weights))
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
                 continue
             kept.append(sample)
-            steps.append(place * self.arithmetic.num_steps_per_rollout // len(samples))
+            place = places[sample.group_id, sample.trajectory_id]
+            steps.append(place * self.arithmetic.num_steps_per_rollout // len(places))
         if "missing_part" in dropped:
             names = ", ".join(self.objective.part_weights)
             self.warn(f"{dropped['missing_part']} samples lack a value of one of {names} and are not trained on")

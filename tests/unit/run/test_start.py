@@ -12,6 +12,7 @@ from treadle.chat import Codec
 from treadle.config import EvalOverride
 from treadle.errors import CheckpointError, ConfigError, DataError, ModelError, RunFolderLostError, TreadleError
 from treadle.observe.samples import read_groups, rollout_file
+from treadle.rollout.conversation import SingleTurn
 from treadle.rollout.engines.torch_engine.model_runner import ModelRunner
 from treadle.run import build, session, start
 from treadle.run.compute import ComputeThread
@@ -98,7 +99,7 @@ def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config
         engine = build.open_torch_engine(config, tiny_model, tiny_codec, ComputeThread())
         manager = await build.open_manager(config, engine, tiny_codec, 256, AsyncExitStack())
         assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
-        assert manager.conversation is None
+        assert isinstance(manager._shared.environment, SingleTurn)
         limits = engine._runner.memory.limits
         assert (limits.max_rows, limits.kv_bytes) == (5, 2**29)
         await engine.close()

@@ -44,6 +44,19 @@ def test_one_rank_gets_the_rollout_as_it_is(make_planner, make_groups) -> None:
         assert torch.equal(part.loss_weights, found)
 
 
+def test_samples_of_one_trajectory_belong_to_one_step_and_weigh_as_one(make_planner, make_groups) -> None:
+    """A trajectory of two samples stands beside eleven of one; by the number of samples it would lie in two steps."""
+    groups = list(make_groups((3, 3, 3, 3)))
+    first = groups[1].samples[0]  # the fourth trajectory, the last one of the first step
+    groups[1] = replace(groups[1], samples=(first, first, *groups[1].samples[1:]))
+    (share,) = make_planner(num_steps_per_rollout=3).plan(groups)
+    assert share.steps == ((0, 1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))
+    assert share.num_trajectories == 12
+    weights = [float(share.batch.select([i]).loss_weights.sum()) for i in range(13)]
+    assert weights[3] + weights[4] == pytest.approx(weights[5])
+    assert weights[3] == pytest.approx(weights[4])
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 99), num_ranks=st.integers(2, 7), steps=st.sampled_from([1, 2, 3]), dynamic=st.booleans())
 def test_every_sample_goes_to_one_rank_with_its_own_numbers(

@@ -1,19 +1,21 @@
-"""An environment in a process of its own: one that raises, blocks or crashes costs its sample and nothing else."""
+"""An environment in worker processes: one that raises, blocks or crashes costs its sample and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from treadle.errors import ConfigError
 from treadle.registry import check_name
-from treadle.rollout.envs.base import Reply
-from treadle.rollout.envs.serving import LOADER
+from treadle.rollout.envs.base import Episode, Opening, Step
+from treadle.rollout.envs.serving import LOADER, opening_from_json, request_of, step_from_json
 from treadle.rollout.isolation.fault import CallFault, StartFault
-from treadle.rollout.isolation.plain_json import plain_json
 from treadle.rollout.isolation.worker_pool import Work, WorkerPool
-from treadle.types import Prompt, prompt_to_json
+from treadle.types import Prompt
 
 
 class IsolatedEnvironment:
@@ -24,18 +26,19 @@ class IsolatedEnvironment:
         if location.endswith(".py"):  # workers find it from any folder
             path = f"{Path(location).expanduser().resolve()}:{name}"
         self._pool = WorkerPool(Work(LOADER, [path], timeout_seconds, concurrent=True))
+        self.opens = self.keeps_state = False
 
     @classmethod
     async def open(cls, path: str, timeout_seconds: float) -> IsolatedEnvironment:
         """Start a worker with the environment.
 
         Raises:
-            ConfigError: if the environment can't be imported or made, or has no `async def reply`.
+            ConfigError: if the environment can't be imported or made, or is not of a known kind.
         """
         check_name("environment", path, {})
         environment = cls(path, timeout_seconds)
         try:
-            await asyncio.wrap_future(environment._pool.submit(0, {}))
+            kind = await environment.ask({})
         except BaseException as error:
             await environment.close()
             if isinstance(error, StartFault) and error.error is not None:
@@ -43,13 +46,20 @@ class IsolatedEnvironment:
             if isinstance(error, CallFault):
                 raise ConfigError(f"environment {path!r}: {error}") from error
             raise
+        environment.opens, environment.keeps_state = kind["opens"], kind["keeps_state"]
         return environment
 
-    async def reply(self, prompt: Prompt, turns: Sequence[str]) -> Reply:
-        """Return the environment's answer; raises `CallFault` if it gave none in time, and says why."""
-        request = {"prompt": plain_json(prompt_to_json(prompt)), "turns": list(turns)}
-        answer: Reply = await asyncio.wrap_future(self._pool.submit(0, request))
-        return answer
+    async def ask(self, request: Mapping[str, Any]) -> Any:
+        """Return a worker's answer; raises `CallFault` if it gave none in time, and says why."""
+        return await asyncio.wrap_future(self._pool.submit(0, request))
+
+    def episode(self) -> Episode:
+        return _RemoteEpisode(self, [])
+
+    async def resumed(self, prompt: Prompt, turns: Sequence[str]) -> Episode:
+        episode = _RemoteEpisode(self, list(turns))
+        await episode.open(prompt)
+        return episode
 
     def process_ids(self) -> list[int]:
         """Process ids of the workers that run now."""
@@ -58,3 +68,26 @@ class IsolatedEnvironment:
     async def close(self) -> None:
         """End the workers; safe to call twice."""
         await asyncio.to_thread(self._pool.close)
+
+
+class _RemoteEpisode:
+    """An episode in a worker process."""
+
+    def __init__(self, environment: IsolatedEnvironment, turns: list[str]):
+        self._environment, self._turns = environment, turns
+        self._id, self._prompt = uuid.uuid4().hex, Prompt(0, (), "")
+
+    async def open(self, prompt: Prompt) -> Opening:
+        self._prompt = prompt
+        if not self._environment.opens or self._turns:
+            return Opening()
+        return opening_from_json(await self._environment.ask(request_of(self._id, prompt, [])))
+
+    async def step(self, turn: str) -> Step:
+        self._turns.append(turn)
+        return step_from_json(await self._environment.ask(request_of(self._id, self._prompt, self._turns)))
+
+    async def close(self) -> None:
+        if self._environment.keeps_state:
+            with suppress(CallFault):
+                await self._environment.ask(request_of(self._id, self._prompt, [], closes=True))

@@ -103,6 +103,8 @@ class RewardScorer:
     ):
         self.rewards = tuple(rewards)
         self.group_wait_seconds = group_wait_seconds
+        self.needs_value = False
+        """True if a sample fails that neither a reward nor its environment gave a value; else its reward is then 0."""
         self.failure_counts: Counter[str] = Counter()
         """Failed calls by reward name, one per sample, since the start."""
         self._pools: dict[str, WorkerPool] = {}
@@ -179,7 +181,7 @@ class GroupScoring:
         self._samples.append(sample)
         self._count_down()
         outcomes = await asyncio.gather(*(self._outcome(reward, sample) for reward in self._scorer.rewards))
-        return _join(sample, self._scorer.rewards, outcomes)
+        return _join(sample, self._scorer.rewards, outcomes, self._scorer.needs_value)
 
     def _view(self, sample: Sample) -> RewardInput:
         if isinstance(self._shared, CallFault):
@@ -230,12 +232,15 @@ def _shared_view(prompt: Prompt) -> RewardInput | CallFault:
 
 
 def _join(
-    sample: Sample, rewards: Sequence[PlacedReward], outcomes: Sequence[RewardScore | CallFault | None]
+    sample: Sample,
+    rewards: Sequence[PlacedReward],
+    outcomes: Sequence[RewardScore | CallFault | None],
+    needs_value: bool,
 ) -> Sample:
-    """Add the rewards up by weight; any fault, or no reward at all, fails the sample."""
+    """Add the rewards up by weight, and that of the environment; any fault, or no reward at all, fails the sample."""
     faults = [f"reward {r.spec.name}: {o}" for r, o in zip(rewards, outcomes, strict=True) if isinstance(o, CallFault)]
-    parts: dict[str, float] = {}
-    total = 0.0
+    parts: dict[str, float] = dict(sample.reward_parts)
+    total = sample.reward or 0.0
     for reward, outcome in zip(rewards, outcomes, strict=True):
         if isinstance(outcome, RewardScore):
             total += reward.weight * outcome.value
@@ -243,6 +248,8 @@ def _join(
             parts |= {f"{reward.spec.name}.{key}": value for key, value in outcome.parts.items()}
     if not faults and rewards and not parts:
         faults.append("no reward gave this sample a value: all returned None")
+    if needs_value and not faults and not parts:
+        faults.append("the environment gave no reward: return a Step with one at the end, or set --rm-type")
     if not faults and not math.isfinite(total):
         faults.append(f"the weighted sum of the rewards is {total}")
     if faults:
