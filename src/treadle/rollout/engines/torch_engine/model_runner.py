@@ -43,7 +43,7 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> tuple[list[int], list[float]]:
         """Return one token and its logprob for each row of the batch."""
-        # Each write to a parameter raises torch's own `_version`: weights are prepared again whoever changed them.
+        # torch counts the writes to a parameter in `_version`: changes without a new version of ours are noticed too.
         weights = self.version, sum(p._version for p in self._parameters)
         if weights != self._prepared:
             self.inference.refresh()
