@@ -101,7 +101,7 @@ class DecodeAttention:
         # The kernels write where they are told to.
         assert int(places.max()) < store.rows.span, f"a row in a store for {store.rows.span} tokens"
         assert len(slots) <= store.rows.count, f"{len(slots)} rows in a store for {store.rows.count}"
-        assert int(slots.max()) < len(prefix_lengths) <= store.prefixes.count, f"a slot past the {store.prefixes.count} of the store"
+        assert int(slots.max()) < len(prefix_lengths) <= store.prefixes.count, "a slot that the store does not have"
         assert int(prefix_lengths.max()) <= store.prefixes.span, f"a prompt longer than {store.prefixes.span} tokens"
         self.store, self.slots, self.places, self.prefix_lengths = store, slots, places, prefix_lengths
         self._calls = 0
