@@ -37,7 +37,8 @@ def treadle_side() -> Callable[[Work], Answer]:
 
     from treadle.chat import load_codec
     from treadle.models.load import load_model
-    from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+    from treadle.rollout.engines.torch_engine.engine import TorchEngine
+    from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
     from treadle.run.compute import ComputeThread
     from treadle.types import SamplingParams
 

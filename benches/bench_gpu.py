@@ -82,6 +82,8 @@ def peaks(device: torch.device) -> dict[str, float]:
 
 
 def bench_generate(model: Any, work: dict[str, int], peak: dict[str, float], device: torch.device) -> dict[str, float]:
+    from treadle.rollout.engines.torch_engine.engine import generate_step
+    from treadle.rollout.engines.torch_engine.model_runner import ModelRunner
     from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
     from treadle.types import SamplingParams
 
@@ -89,14 +91,15 @@ def bench_generate(model: Any, work: dict[str, int], peak: dict[str, float], dev
     rows = work["prompts"] * work["samples"]
 
     def run() -> int:
-        line = Scheduler(model, frozenset({0}), lambda ids: "", EngineLimits(rows, 16 << 30))
+        runner = ModelRunner(model, EngineLimits(rows, 16 << 30))
+        line = Scheduler(runner.memory, frozenset({0}), lambda ids: "")
         for seed in range(work["prompts"]):
             prompt = [draw.randrange(1, model.config.vocab_size) for _ in range(work["prompt"])]
             sampling = SamplingParams(work["new"], temperature=1.0, ignore_eos=True, seed=seed)
             line.waiting.append(Request(prompt, sampling, work["samples"]))
         done = 0
         while line.has_work:
-            done += sum(len(completion.token_ids) for _, completion in line.step())
+            done += sum(len(completion.token_ids) for _, completion in generate_step(line, runner))
         return done
 
     seconds = seconds_of(run, device, repeats=1)

@@ -22,7 +22,8 @@ from treadle.rollout.engines.server_engine import Dialect, ServerEngine, ServerL
 from treadle.rollout.engines.server_start import Client, ServerLaunch
 from treadle.rollout.engines.sglang_engine import SglangDialect, connect_sglang, start_sglang
 from treadle.rollout.engines.sglang_engine.dialect import ServedModel
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.rollout.engines.vllm_engine import VllmDialect, connect_vllm, start_vllm
 
 SECONDS = 60.0  # a whole test; nothing here may wait for ever

@@ -23,7 +23,8 @@ from treadle.models.attention import PackedAttention
 from treadle.models.forward import head_of, hidden_states
 from treadle.models.layout import PackedLayout
 from treadle.models.load import load_model
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.types import SamplingParams
 from treadle.weights import Offer, SentWeights, ServedWeights, WeightReceiver
 from treadle.weights.broadcast import BroadcastReceiver

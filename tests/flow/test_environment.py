@@ -15,7 +15,8 @@ import pytest
 from treadle.config import RewardSection
 from treadle.errors import ConfigError
 from treadle.rollout.conversation import TurnLimits
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.rollout.envs import IsolatedEnvironment, ReplyFunction, load_environment
 from treadle.rollout.manager import Collect, RolloutManager
 from treadle.rollout.rewards import build_scorer

@@ -7,7 +7,8 @@ import pytest
 
 from treadle.config import RewardSection
 from treadle.metrics import reduce_metrics
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.rollout.manager import Collect, RolloutManager
 from treadle.rollout.rewards import build_scorer
 from treadle.training.batch import batch_of

@@ -11,7 +11,8 @@ import torch
 from treadle.chat import Codec
 from treadle.config import Config, ModelSection, OptimSection, TrainSection, batch_arithmetic
 from treadle.models.load import load_model
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.training.trainer import Trainer
 from treadle.types import Completion, SamplingParams
 

@@ -17,8 +17,9 @@ from treadle.models.load import check_loadable, compute_dtype, load_config, load
 from treadle.models.value import value_model_of
 from treadle.rollout.conversation import TurnLimits
 from treadle.rollout.engines.base import Engine
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
 from treadle.rollout.engines.torch_engine.check import check_generation
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.rollout.envs import IsolatedEnvironment
 from treadle.rollout.manager import RolloutManager
 from treadle.rollout.rewards import RewardScorer, build_scorer

@@ -11,7 +11,8 @@ import pytest
 
 from treadle.config import RewardSection
 from treadle.errors import DeadlineError, EngineError
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.rollout.manager import Collect, RolloutManager, prompt_seed
 from treadle.rollout.rewards import build_scorer
 from treadle.types import Completion, Prompt, SamplingParams, Status

@@ -13,7 +13,7 @@ from treadle.config import EvalOverride
 from treadle.errors import CheckpointError, ConfigError, DataError, ModelError, RunFolderLostError, TreadleError
 from treadle.observe.samples import read_groups, rollout_file
 from treadle.rollout.conversation import SingleTurn
-from treadle.rollout.engines.torch_engine.scheduler import Scheduler
+from treadle.rollout.engines.torch_engine.model_runner import ModelRunner
 from treadle.run import build, session, start
 from treadle.run.compute import ComputeThread
 from treadle.run.place import save_folder
@@ -100,7 +100,7 @@ def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config
         manager = await build.open_manager(config, engine, tiny_codec, 256, AsyncExitStack())
         assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
         assert isinstance(manager._shared.environment, SingleTurn)
-        limits = engine._scheduler.limits
+        limits = engine._runner.memory.limits
         assert (limits.max_rows, limits.kv_bytes) == (5, 2**29)
         await engine.close()
 
@@ -290,14 +290,14 @@ def test_one_thread_computes(make_run, monkeypatch):
     watch(build, "check_models")
     watch(build, "load_policy")
     watch(build, "build_trainer")
-    watch(Scheduler, "__init__")
-    watch(Scheduler, "step")
+    watch(ModelRunner, "__init__")
+    watch(ModelRunner, "run")
     watch(Trainer, "train")
     watch(Trainer, "state")
     start.train(make_run("threads", save_interval=2, dtype="auto"), "toy")
     # Threads that ended: their idents may be in use again.
     before = seen.pop("compute_dtype") | seen.pop("check_models")
     assert threading.get_ident() not in before
-    assert set(seen) == {"load_policy", "build_trainer", "__init__", "step", "train", "state"}
+    assert set(seen) == {"load_policy", "build_trainer", "__init__", "run", "train", "state"}
     assert len(set.union(*seen.values())) == 1
-    assert threading.get_ident() not in seen["step"]  # which belongs to the event loop
+    assert threading.get_ident() not in seen["run"]  # which belongs to the event loop

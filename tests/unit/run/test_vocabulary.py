@@ -16,7 +16,8 @@ from treadle.chat import load_codec
 from treadle.config import load_config
 from treadle.errors import ModelError
 from treadle.models.load import load_model
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.run.plan import plan_run
 from treadle.run.vocabulary import check_vocabulary, padding_note
 from treadle.training.batch import batch_of

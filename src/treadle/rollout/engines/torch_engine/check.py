@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from treadle.models.cpu.inference import InferenceModel, inference_model
 from treadle.models.forward import head_of, hidden_states
 from treadle.models.layout import PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
-from treadle.rollout.engines.torch_engine.attention import DecodeAttention, PrefillAttention
+from treadle.rollout.engines.torch_engine.attention import decode, prefill
 from treadle.rollout.engines.torch_engine.kv_store import KVShape, KVStore, round_up, token_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REMEDY = "the torch engine can't generate with it; choose --rollout-engine vllm or sglang"
 
@@ -44,7 +48,7 @@ def check_generation(probe: Probe, *, fused: bool = True) -> None:
     _refuse(probe.name, max(gaps), TOLERANCE)
 
 
-def check_decode(model: torch.nn.Module, inference: InferenceModel) -> KVShape:
+def check_decode(model: PreTrainedModel, inference: InferenceModel) -> KVShape:
     """Generate a few tokens with the model itself, compared with its packed forward pass; return its store's shape.
 
     Raises:
@@ -73,14 +77,14 @@ def _refuse(name: str, gap: float, tolerance: float) -> None:
 
 @torch.no_grad()
 def _gaps(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     inference: InferenceModel,
     prompts: tuple[int, int],
     new: int,
     own_logits: Callable[[Tensor], Tensor],
 ) -> list[float]:
     """Return how far each step's logits are from `own_logits` of the whole sequences, for two samples of one prompt and one of another."""
-    embeddings = model.get_input_embeddings().weight
+    embeddings = next(model.get_input_embeddings().parameters())
     device, vocabulary = embeddings.device, embeddings.shape[0]
     slots, lengths = torch.tensor([0, 1, 0], device=device), torch.tensor(prompts, device=device)
     texts = [
@@ -90,15 +94,14 @@ def _gaps(
     wanted = [own_logits(torch.cat([texts[slot], more[i]])) for i, slot in enumerate(slots.tolist())]
 
     inference.refresh()
-    capacity = {"prefix_capacity": round_up(max(prompts)), "row_capacity": round_up(new)}
-    store = KVStore(replace(token_shape(model), slots=2, rows=3, **capacity), device)
-    layout = PackedLayout.of_lengths(prompts, device)
-    hidden = inference.hidden_states(torch.cat(texts), layout.position_ids, PrefillAttention(store, layout, [0, 1]))
-    first = inference.logits(hidden[lengths.cumsum(0) - 1])
+    shape = replace(
+        token_shape(model), slots=2, rows=3, prefix_capacity=round_up(max(prompts)), row_capacity=round_up(new)
+    )
+    store = KVStore(shape, device)
+    first = prefill(inference, store, torch.cat(texts), prompts, (0, 1))
     gaps = [token_gap(first.float(), torch.stack([wanted[i][prompts[i] - 1] for i in (0, 1)]).float())]
     for place in range(new):
-        plan = DecodeAttention(store, slots, torch.full_like(slots, place), lengths, inference.kernels)
-        hidden = inference.hidden_states(more[:, place].contiguous(), lengths[slots] + place, plan)
+        logits = decode(inference, store, more[:, place].contiguous(), slots, torch.full_like(slots, place), lengths)
         expected = torch.stack([wanted[i][prompts[slot] + place] for i, slot in enumerate(slots.tolist())])
-        gaps.append(token_gap(inference.logits(hidden).float(), expected.float()))
+        gaps.append(token_gap(logits.float(), expected.float()))
     return gaps

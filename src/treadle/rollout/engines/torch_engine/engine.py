@@ -1,4 +1,4 @@
-"""The async face of the embedded engine: requests in, completions out, one model step at a time in a thread."""
+"""The engine that generates with a module of this process: requests in, completions out, one step at a time in a thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import torch
+
 from treadle.chat import Codec
 from treadle.errors import EngineError
 from treadle.models.context import context_length
@@ -14,7 +16,8 @@ from treadle.models.forward import head_of
 from treadle.models.offload import HostCopies
 from treadle.models.trainable import FULL
 from treadle.rollout.engines.base import EnginePart, check_request
-from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
+from treadle.rollout.engines.torch_engine.model_runner import ModelRunner
+from treadle.rollout.engines.torch_engine.scheduler import Ended, EngineLimits, Request, Scheduler
 from treadle.types import Completion, SamplingParams
 from treadle.weights import Offer, ServedWeights, WeightReceiver, find_transport
 
@@ -24,13 +27,20 @@ if TYPE_CHECKING:
 _SETTLE_TURNS = 4
 
 
-class TorchEngine:
-    """Generates with a module it is given, usually the trainer's own: then no weights are copied.
+@torch.inference_mode()
+def generate_step(scheduler: Scheduler, runner: ModelRunner) -> Ended:
+    """Admit what fits and sample its first tokens, or else one token for each running row; return what ended."""
+    batch = scheduler.schedule()
+    return scheduler.postprocess(batch, *runner.run(batch), runner.version)
 
-    The model must not be trained while a step runs; the loop's lease sees to that. All methods belong to one
-    event loop. Whatever computes runs on the one thread of `compute`, which its owner closes, and which is
-    not the thread that makes the engine; without it, on a thread of the engine's own. An engine that `owns_weights` moves
-    them to host memory while it sleeps.
+
+class TorchEngine:
+    """Generates with the module it is given, usually the trainer's own: then no weights are copied.
+
+    The model must not be trained while a step runs; the loop's lease ensures that. All methods belong to one event loop.
+    Everything that computes runs on the one thread of `compute`, which its owner closes and which must not be the thread
+    that makes the engine. Without `compute` the engine has a thread of its own. If it `owns_weights`, they are in host
+    memory while it sleeps.
     """
 
     def __init__(
@@ -47,10 +57,11 @@ class TorchEngine:
         self._served: ServedWeights | None = None
         self._receivers: dict[str, WeightReceiver] = {}  # by transport
         self._max_length = context_length(model.config)
-        self._own = ThreadPoolExecutor(1, thread_name_prefix="torch-engine") if compute is None else None
-        self._executor: Executor = compute or self._own
-        eos, unused = codec.eos_token_ids, codec.ids_without_token(head_of(model).weight.shape[0])
-        self._scheduler = self._executor.submit(Scheduler, model, eos, codec.decode, limits, unused).result()
+        self._executor = compute or ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
+        self._owns_executor = compute is None
+        unused = codec.ids_without_token(head_of(model).weight.shape[0])
+        self._runner = self._executor.submit(ModelRunner, model, limits, unused).result()
+        self._scheduler = Scheduler(self._runner.memory, codec.eos_token_ids, codec.decode)
         self._queues: dict[Request, asyncio.Queue[Completion | BaseException]] = {}
         self._arrived: list[Request] = []
         self._left: list[Request] = []
@@ -64,11 +75,11 @@ class TorchEngine:
 
     @property
     def version(self) -> int:
-        return self._scheduler.version
+        return self._runner.version
 
     def hold_version(self, version: int) -> None:
         """Note that the module now holds the weights of this version."""
-        self._scheduler.version = version
+        self._runner.version = version
 
     async def set_version(self, version: int) -> None:
         self.hold_version(version)
@@ -95,17 +106,15 @@ class TorchEngine:
             finally:
                 self._torn = receiver.served.torn
                 if self._torn is not None:
-                    self._settle()
-                    self._hand_out(self._scheduler.abort())
+                    self._abort()
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
     ) -> AsyncGenerator[Completion, None]:
-        self._ensure_serving()
+        await self.health()
         check_request(token_ids, sampling, n, self._max_length)
         request = Request(tuple(token_ids), sampling, n)
-        queue: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
-        self._queues[request] = queue
+        queue = self._queues[request] = asyncio.Queue()
         self._arrived.append(request)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -119,55 +128,45 @@ class TorchEngine:
             del self._queues[request]
             self._left.append(request)
 
-    def _ensure_serving(self) -> None:
-        if self._closed:
-            raise EngineError("the torch engine is closed")
-        if self._failure is not None:
-            raise EngineError(f"the torch engine failed earlier: {self._failure!r}") from self._failure
-        if self._torn is not None:
-            raise EngineError(f"the torch engine has no whole weights: {self._torn}")
-
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self._has_work:
-                # What the last completions set free (a waiting prompt, say) joins before the next step, so the
-                # batches of a rollout do not depend on timing.
+            while self._arrived or self._scheduler.has_work:
+                # Requests that the last completions lead to (the next prompt, for example) join before the next step,
+                # so the batches of a rollout do not depend on timing.
                 for _ in range(_SETTLE_TURNS):
                     await asyncio.sleep(0)
                 await self._running.wait()
                 async with self._between_steps:
                     self._settle()
                     if not self._scheduler.has_work:
-                        continue  # an abort, or callers that left, took it away meanwhile
-                    done = await loop.run_in_executor(self._executor, self._scheduler.step)
+                        continue  # aborted, or dropped because the callers left
+                    done = await loop.run_in_executor(self._executor, generate_step, self._scheduler, self._runner)
                 self._hand_out(done)
-        except Exception as error:  # every waiting caller must hear of it, whatever it is
+        except Exception as error:  # every waiting caller gets it, whatever it is
             self._failure = error
             for queue in self._queues.values():
                 queue.put_nowait(error)
 
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._arrived) or self._scheduler.has_work
-
     def _settle(self) -> None:
-        """Tell the scheduler who came and who left; between steps only, for a step runs in another thread."""
+        """Give the scheduler the requests that arrived and left; only between steps, which run in another thread."""
         self._scheduler.waiting.extend(self._arrived)
         self._scheduler.drop(self._left)
         self._arrived.clear()
         self._left.clear()
 
-    def _hand_out(self, done: list[tuple[Request, Completion]]) -> None:
+    def _hand_out(self, done: Ended) -> None:
         for request, completion in done:
-            queue = self._queues.get(request)
-            if queue is not None:  # the caller may have given up on it
-                queue.put_nowait(completion)
+            if request in self._queues:  # else the caller has left
+                self._queues[request].put_nowait(completion)
+
+    def _abort(self) -> None:
+        self._settle()
+        self._hand_out(self._scheduler.abort())
 
     async def abort(self) -> None:
         async with self._between_steps:
-            self._settle()
-            self._hand_out(self._scheduler.abort())
+            self._abort()
 
     async def pause(self) -> None:
         self._running.clear()
@@ -182,7 +181,7 @@ class TorchEngine:
             self._settle()
             if self._scheduler.rows:
                 raise EngineError("the torch engine can't sleep with samples running; abort or finish them first")
-            self._scheduler.free_store()
+            self._runner.release()
             if self._host is not None:
                 held = [*self.model.parameters(), *self.model.buffers()]
                 await asyncio.get_running_loop().run_in_executor(self._executor, self._host.sleep, held)
@@ -193,8 +192,10 @@ class TorchEngine:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._host.wake)
 
     async def health(self) -> None:
+        if self._closed:
+            raise EngineError("the torch engine is closed")
         if self._failure is not None:
-            raise EngineError(f"the torch engine failed: {self._failure!r}") from self._failure
+            raise EngineError(f"the torch engine failed earlier: {self._failure!r}") from self._failure
         if self._torn is not None:
             raise EngineError(f"the torch engine has no whole weights: {self._torn}")
 
@@ -206,5 +207,5 @@ class TorchEngine:
         await self.abort()
         if self._driver is not None:
             await self._driver
-        if self._own is not None:
-            self._own.shutdown(wait=True)
+        if self._owns_executor:
+            self._executor.shutdown(wait=True)

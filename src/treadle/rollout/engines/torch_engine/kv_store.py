@@ -9,7 +9,8 @@ Axis letters: `L` layers, `C` sequences (prefix slots or rows), `K` key/value he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from treadle.errors import ModelError
 from treadle.models.forward import attention_calls
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,7 +72,7 @@ def token_shape(model: PreTrainedModel) -> KVShape:
             "engine can't store; choose --rollout-engine vllm or sglang"
         )
     size = max(call.head_dim for call in calls)
-    return KVShape(len(calls), heads[0], size, 1, 1, 1, 1, model.get_input_embeddings().weight.dtype)
+    return KVShape(len(calls), heads[0], size, 1, 1, 1, 1, next(model.get_input_embeddings().parameters()).dtype)
 
 
 class Sequences:
@@ -107,6 +109,7 @@ class Sequences:
         size = keys.shape[-1]
         self.layers[layer].view(-1, size).index_copy_(0, cells, torch.cat([keys, values]).view(-1, size))
 
+    @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
         for layer in self.layers:
             layer[:, target] = layer[:, source]
@@ -145,6 +148,79 @@ class KVStore:
         """Store a prompt's keys and values [T, K, D] of one layer."""
         target = self.prefixes.layers[layer][:, slot, :, : keys.shape[0]]
         target[0], target[1] = keys.transpose(0, 1), values.transpose(0, 1)
+
+
+class DenseMemory:
+    """A store for the requests that a scheduler admits: `slots[i]` is the request whose prompt is in slot i.
+
+    It is all that a scheduler knows of memory (`KVMemory`): paged blocks or a prefix cache would take its place here.
+    """
+
+    def __init__(self, token: KVShape, limits: EngineLimits, device: torch.device):
+        self.token, self.limits, self.device = token, limits, device
+        self.slots: list[Request] = []
+        self.store: KVStore | None = None
+
+    @property
+    def filled(self) -> KVStore:
+        assert self.store is not None, "no request has been admitted"
+        return self.store
+
+    def admit(self, waiting: Sequence[Request], num_rows: int) -> bool:
+        """Give the first of the waiting requests a slot, and grow the store if it must and the limits allow it.
+
+        A later turn of a conversation is what grows it: a longer prompt, and a slot for each sample.
+        """
+        if not self.slots:
+            self._renew(waiting)
+        request, shape = waiting[0], self.filled.shape
+        rows = num_rows + request.n
+        wanted = replace(
+            shape,
+            slots=shape.slots if len(self.slots) < shape.slots else 2 * shape.slots,
+            rows=max(shape.rows, rows),
+            prefix_capacity=max(shape.prefix_capacity, round_up(len(request.token_ids))),
+            row_capacity=max(shape.row_capacity, round_up(request.sampling.max_new_tokens)),
+        )
+        if wanted != shape:
+            if wanted.rows > max(shape.rows, self.limits.max_rows) or wanted.num_bytes > self.limits.kv_bytes:
+                return False
+            self.filled.grow(wanted)
+        request.slot = len(self.slots)
+        self.slots.append(request)
+        return True
+
+    def _renew(self, waiting: Sequence[Request]) -> None:
+        """With nothing held: room for the waiting requests as far as the limits allow, and always for the first one.
+
+        A larger store would do, but what ran before must not change how many requests are admitted and how sums are
+        rounded: a run that is resumed would not be the same run.
+        """
+        prefix = round_up(max(len(r.token_ids) for r in waiting))
+        row = round_up(max(r.sampling.max_new_tokens for r in waiting))
+        wanted = replace(self.token, prefix_capacity=prefix, row_capacity=row, slots=0, rows=0)
+        for request in waiting:
+            larger = replace(wanted, slots=wanted.slots + 1, rows=wanted.rows + request.n)
+            if wanted.slots and (larger.rows > self.limits.max_rows or larger.num_bytes > self.limits.kv_bytes):
+                break
+            wanted = larger
+        if self.store is None or self.store.shape != wanted:
+            self.store = None  # free the old one before the new one is made
+            self.store = KVStore(wanted, self.device)
+
+    def move_row(self, source: int, target: int) -> None:
+        self.filled.rows.move(source, target)
+
+    def release(self, request: Request) -> None:
+        """Free a slot; the last one takes its place."""
+        moved = self.slots.pop()
+        if moved is not request:
+            self.filled.prefixes.move(moved.slot, request.slot)
+            moved.slot = request.slot
+            self.slots[moved.slot] = moved
+
+    def clear(self) -> None:
+        self.slots.clear()
 
 
 def round_up(length: int) -> int:

@@ -81,13 +81,6 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def row_seed(seed: int, index: int) -> int:
-    """Seed of sample `index` of a request with `seed`: a 64-bit hash of both."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & (2**64 - 1)
-    mixed = ((mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93) & (2**64 - 1)
-    return mixed ^ (mixed >> 32)
-
-
 def sample(
     logits: Tensor,
     settings: SamplingTensors,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from treadle.errors import EngineError
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.types import SamplingParams, Status
 from treadle.weights import Offer, ServedWeights
 

@@ -10,11 +10,12 @@ from treadle.models.attention import LayerAttention, PackedAttention
 from treadle.models.forward import head_of, hidden_states
 from treadle.models.layout import PackedLayout
 from treadle.models.load import load_model
-from treadle.rollout.engines.torch_engine import EngineLimits
 from treadle.rollout.engines.torch_engine.attention import DecodeAttention
 from treadle.rollout.engines.torch_engine.check import check_generation
+from treadle.rollout.engines.torch_engine.engine import generate_step
 from treadle.rollout.engines.torch_engine.kv_store import token_shape
-from treadle.rollout.engines.torch_engine.scheduler import Request, Scheduler
+from treadle.rollout.engines.torch_engine.model_runner import ModelRunner
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
 from treadle.types import SamplingParams
 
 LIMITS = EngineLimits(max_rows=8, kv_bytes=1 << 26)
@@ -44,12 +45,13 @@ def test_architectures_generate_what_their_forward_pass_says(kind):
 @pytest.mark.parametrize("kind", ["DiffLlamaConfig", "DeepseekV2Config", "Gemma3Config", "Gemma4TextConfig"])
 def test_a_scheduler_samples_with_the_logprobs_of_the_packed_forward(kind):
     model = probe_of(kind).ours
-    line = Scheduler(model, frozenset(), lambda tokens: "", LIMITS)
+    runner = ModelRunner(model, LIMITS)
+    line = Scheduler(runner.memory, frozenset(), lambda tokens: "")
     prompt = [5, 9, 40, 7, 22, 8, 31]
     line.waiting.append(Request(prompt, SamplingParams(9, seed=3), 2))
     done = []
     while line.has_work:
-        done += [completion for _, completion in line.step()]
+        done += [completion for _, completion in generate_step(line, runner)]
     assert len(done) == 2
     for completion in done:
         tokens = torch.tensor([*prompt, *completion.token_ids.tolist()])
@@ -107,10 +109,9 @@ def test_a_decode_that_ignores_a_window_is_refused_by_name(monkeypatch):
 
 def test_the_model_itself_is_checked_for_a_few_tokens(monkeypatch, tiny_model_dir):
     model = load_model(str(tiny_model_dir), torch.float32, torch.device("cpu"))
-    line = Scheduler(model, frozenset(), lambda tokens: "", LIMITS)
-    assert line.store is None
+    assert ModelRunner(model, LIMITS).memory.store is None
     attend = DecodeAttention.attend
     doubled = lambda self, q, k, v, layer: attend(self, q, k, 2 * v, layer)  # noqa: E731
     monkeypatch.setattr(DecodeAttention, "attend", doubled)
     with pytest.raises(ModelError, match="LlamaForCausalLM models are not supported: token by token"):
-        Scheduler(model, frozenset(), lambda tokens: "", LIMITS)
+        ModelRunner(model, LIMITS)

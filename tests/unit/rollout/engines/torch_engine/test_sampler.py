@@ -14,10 +14,10 @@ from treadle.rollout.engines.torch_engine.sampler import (
     BLOCK,
     ROWS_AT_ONCE,
     SamplingTensors,
-    row_seed,
     sample,
     uniforms,
 )
+from treadle.rollout.engines.torch_engine.scheduler import row_seed
 from treadle.types import SamplingParams
 
 CPU = torch.device("cpu")

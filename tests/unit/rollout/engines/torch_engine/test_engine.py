@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from treadle.errors import EngineError
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
-from treadle.rollout.engines.torch_engine.scheduler import Request, Scheduler
+from treadle.rollout.engines.torch_engine.engine import TorchEngine, generate_step
+from treadle.rollout.engines.torch_engine.model_runner import ModelRunner
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request, Scheduler
 from treadle.types import SamplingParams, Status
 
 SECONDS = 60.0
@@ -17,10 +18,25 @@ ROOMY = EngineLimits(max_rows=256, kv_bytes=1 << 30, fused=False)  # hooks on th
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8, float32: one token of the tiny Llama
 
 
+class Line(Scheduler):
+    """A scheduler with a runner that computes what it decides."""
+
+    def __init__(self, model, codec, limits):
+        self.runner = ModelRunner(model, limits)
+        super().__init__(self.runner.memory, codec.eos_token_ids, codec.decode)
+
+    def step(self):
+        return generate_step(self, self.runner)
+
+    @property
+    def store(self):
+        return self.memory.store
+
+
 @pytest.fixture
 def scheduler(tiny_model, tiny_codec):
     """Make a scheduler with these limits."""
-    return lambda limits=ROOMY: Scheduler(tiny_model, tiny_codec.eos_token_ids, tiny_codec.decode, limits)
+    return lambda limits=ROOMY: Line(tiny_model, tiny_codec, limits)
 
 
 @pytest.fixture
@@ -248,9 +264,9 @@ def test_sleep_frees_the_store(serve, tiny_codec):
     async def use(engine):
         sampling = SamplingParams(5)
         first = await complete(engine, [5, 6, 7], sampling)
-        assert engine._scheduler.store is not None
+        assert engine._runner.memory.store is not None
         await engine.sleep()
-        assert engine._scheduler.store is None
+        assert engine._runner.memory.store is None
         second = await complete(engine, [5, 6, 7], sampling)
         return first, second
 
@@ -340,19 +356,17 @@ def test_new_weights_are_used_from_the_next_token_on(serve, tiny_model):
 def test_prepared_weights_follow_the_module_whether_the_version_was_set_or_not(tiny_model, tiny_codec, said):
     limits = replace(ROOMY, fused=True)
 
-    def first_logprob(line: Scheduler) -> float:
+    def first_logprob(line: Line) -> float:
         line.waiting.append(Request([5, 6, 7], SamplingParams(1, temperature=1.0, ignore_eos=True, seed=3), 1))
         ((_, completion),) = line.step()
         return float(completion.logprobs[0])
 
-    line = Scheduler(tiny_model, frozenset({0}), tiny_codec.decode, limits)
+    line = Line(tiny_model, tiny_codec, limits)
     before = first_logprob(line)
     with torch.no_grad():
         for parameter in tiny_model.parameters():
             parameter.mul_(1.5)
-    line.version += said
+    line.runner.version += said
     after = first_logprob(line)
     assert after != before
-    assert after == pytest.approx(
-        first_logprob(Scheduler(tiny_model, frozenset({0}), tiny_codec.decode, limits)), abs=1e-6
-    )
+    assert after == pytest.approx(first_logprob(Line(tiny_model, tiny_codec, limits)), abs=1e-6)

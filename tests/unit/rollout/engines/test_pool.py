@@ -6,7 +6,8 @@ import pytest
 
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
-from treadle.rollout.engines.torch_engine import EngineLimits, TorchEngine
+from treadle.rollout.engines.torch_engine.engine import TorchEngine
+from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.types import SamplingParams, Status
 from treadle.weights import Offer
 
