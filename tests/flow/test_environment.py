@@ -405,3 +405,9 @@ def test_a_wrong_episode_fails_its_samples(play_episodes, name, why) -> None:
     for sample in play_episodes(name):
         assert sample.status is Status.FAILED
         assert sample.failure.startswith(why)
+
+
+def test_a_sample_that_a_limit_ended_has_no_reward_of_its_episode(play_episodes) -> None:
+    """The episode never came to its end: eight turns are the limit."""
+    for sample in play_episodes("Counts", [{"turns": 30}]):
+        assert (sample.status, sample.reward, sample.reward_parts) == (Status.TRUNCATED, 0.0, {})

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from treadle.errors import ModelError
 from treadle.models.attention import ATTENTION_NAME, PackedAttention, register_attention
 from treadle.models.context import context_length
-from treadle.models.cpu.fused_layers import fuse_layers
-from treadle.models.cpu.norm import fuse_norms
+from treadle.models.cpu import fuse
 from treadle.models.forward import head_of, hidden_states
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.miniature import VOCABULARY, miniature, miniature_model
@@ -128,8 +127,7 @@ def _probe(config: PretrainedConfig, *, fused: bool) -> Probe:
     for model in (own, ours):
         switch_dropout_off(model)
     if fused:
-        fuse_norms(ours)
-        fuse_layers(ours)
+        fuse(ours)
     return Probe(own, ours, min(LONGEST, context_length(small)))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from treadle.errors import ModelError
 from treadle.models.attention import PLAN_KEY, AttentionPlan, LayerRecorder, PackedAttention, RecordedCall
@@ -76,10 +76,17 @@ def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tenso
     return out.last_hidden_state.squeeze(0)
 
 
+def embeddings_of(model: nn.Module) -> Tensor:
+    """Return the input embeddings [V, D] of a model, whose dtype and device are those of its forward pass."""
+    part: Any = model
+    weight: Tensor = part.get_input_embeddings().weight
+    return weight
+
+
 @torch.no_grad()
 def attention_calls(model: PreTrainedModel) -> list[RecordedCall]:
     """Return the calls of the attention function in one forward pass, in their order."""
-    token = torch.zeros(1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    token = torch.zeros(1, dtype=torch.int64, device=embeddings_of(model).device)
     recorder = LayerRecorder()
     hidden_states(model, token, token, recorder)
     return recorder.calls
@@ -109,8 +116,8 @@ def check_forward(model: PreTrainedModel, tolerance: float) -> None:
 
 def _forward_gap(model: PreTrainedModel) -> float:
     """How far the logits of two short sequences that share a prefix differ, packed and one by one."""
-    vocab = model.get_input_embeddings().weight.shape[0]
-    device = model.get_input_embeddings().weight.device
+    vocab = embeddings_of(model).shape[0]
+    device = embeddings_of(model).device
     tokens = (torch.arange(1, 14, device=device) * 7919) % vocab
     prefix, one, two = tokens[:6], tokens[6:9], tokens[9:13]
     layout = PackedLayout((Family(6, (3, 4)),), device)

@@ -14,8 +14,7 @@ from treadle.errors import ModelError, first_line
 from treadle.hub import work_offline_if_cut_off
 from treadle.models.architecture import Probe, check_architecture, switch_dropout_off
 from treadle.models.attention import register_attention
-from treadle.models.cpu.fused_layers import fuse_layers
-from treadle.models.cpu.norm import fuse_norms
+from treadle.models.cpu import fuse
 from treadle.models.forward import check_forward
 from treadle.models.sizes import check_labels, check_sizes
 from treadle.models.trainable import FULL
@@ -142,13 +141,13 @@ def load_model(
     """
     probe = check_loadable(path, load_config(path), fused=fused)
     model = read_model(path, dtype, attn_implementation=register_attention())
-    model.to(device)
+    module: torch.nn.Module = model
+    module.to(device)
     FULL.freeze(model, lambda name: not trainable or probe.freezes(name))  # reading weights forgets what was frozen
     model.eval()
     switch_dropout_off(model)
     if fused:
-        fuse_norms(model)
-        fuse_layers(model)
+        fuse(model)
     check_forward(model, FORWARD_TOLERANCE[dtype])
     return model
 
@@ -159,7 +158,7 @@ def read_model(path: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel
 
     config = load_config(path)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        read: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -170,6 +169,8 @@ def read_model(path: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel
         )
     except Exception as error:
         raise ModelError(f"can't load a causal language model from {path!r}: {first_line(error)}") from error
+    model: PreTrainedModel
+    model, found = read
     check_weights(path, model, found)
     return model
 
@@ -190,8 +191,7 @@ def empty_model(path: str, dtype: torch.dtype, *, trainable: bool = True, fused:
     model.eval()
     switch_dropout_off(model)
     if fused:
-        fuse_norms(model)
-        fuse_layers(model)
+        fuse(model)
     return model
 
 

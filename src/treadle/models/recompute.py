@@ -29,7 +29,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no layers that can recompute their activations; remove --gradient-checkpointing"

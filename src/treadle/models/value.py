@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from treadle.errors import ModelError
 from treadle.models.attention import AttentionPlan
-from treadle.models.forward import hidden_states
+from treadle.models.forward import embeddings_of, hidden_states
 from treadle.models.trainable import FULL
 from treadle.models.weight_checks import check_finite
 
@@ -31,14 +31,14 @@ class ValueModel(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-        embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
-        if output is not None and output.weight is not embeddings.weight:
+        embeddings, output = embeddings_of(model), model.get_output_embeddings()
+        if output is not None and output.weight is not embeddings:
             # It never gets a gradient, so AdamW need not hold a state for it.
             unused = {id(parameter) for parameter in output.parameters()}
             names = {name for name, parameter in model.named_parameters() if id(parameter) in unused}
             FULL.freeze(model, names.__contains__)
-        width = embeddings.weight.shape[1]
-        self.value_head = nn.Linear(width, 1, dtype=torch.float32, device=embeddings.weight.device)
+        width = embeddings.shape[1]
+        self.value_head = nn.Linear(width, 1, dtype=torch.float32, device=embeddings.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 

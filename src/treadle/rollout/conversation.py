@@ -118,7 +118,7 @@ class Conversation:
             sampled, turns, status = sampled + len(completion.token_ids), turns + 1, completion.status
             if status is not Status.COMPLETED:
                 break
-            text = self._shared.codec.response_text(completion.token_ids, self._sampling.stop_token_ids)
+            text = self._shared.codec.response_text(completion.token_ids.tolist(), self._sampling.stop_token_ids)
             try:
                 step = await self._episode.step(text)
                 given = None if step.reply is None else self._tokens(step, completion)
@@ -150,7 +150,7 @@ class Conversation:
         return (
             codec.encode_rendered(codec.render_messages(messages))
             if step.fresh
-            else codec.encode_reply(turn.token_ids, messages)
+            else codec.encode_reply(turn.token_ids.tolist(), messages)
         )
 
     async def _turn(self, trajectory: Trajectory, sampling: SamplingParams, turn: int) -> Completion:

@@ -32,12 +32,16 @@ class Role(StrEnum):
     PER_SAMPLE = "per_sample"
 
 
+def _field(role: Role, optional: bool) -> Any:
+    return field(metadata={"role": role}, default=None) if optional else field(metadata={"role": role})
+
+
 def _per_token(optional: bool = False) -> Any:
-    return field(metadata={"role": Role.PER_TOKEN}, **({"default": None} if optional else {}))
+    return _field(Role.PER_TOKEN, optional)
 
 
 def _per_sample(optional: bool = False) -> Any:
-    return field(metadata={"role": Role.PER_SAMPLE}, **({"default": None} if optional else {}))
+    return _field(Role.PER_SAMPLE, optional)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ float32 its parameters are the masters, and nothing is copied. Where ranks hold 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,7 @@ class MasterOptimizer:
         self.num_steps = 0
 
     @staticmethod
-    def _gatherer(master: nn.Parameter):
+    def _gatherer(master: nn.Parameter) -> Callable[[Tensor], None]:
         def gather(param: Tensor) -> None:
             assert param.grad is not None
             if master.grad is None:
@@ -95,8 +95,9 @@ class MasterOptimizer:
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         self.num_steps += 1
         for name, master in self.masters.items():
-            if self.is_sharded and self.params[name].grad is not None:
-                grad = local_part(self.params[name].grad)
+            whole = self.params[name].grad
+            if self.is_sharded and whole is not None:
+                grad = local_part(whole)
                 master.grad = self.grid.neighbours.sum(grad) if name in self.summed else grad
                 self.params[name].grad = None
             if master.grad is None:
@@ -132,7 +133,8 @@ class MasterOptimizer:
     def _first_broken(self) -> str:
         """The first parameter whose gradient is not finite, on any rank; empty where there is none."""
         names = list(self.masters)
-        found = next((i for i, p in enumerate(self.masters.values()) if not torch.isfinite(p.grad).all()), len(names))
+        grads = [p.grad for p in self.masters.values()]
+        found = next((i for i, g in enumerate(grads) if g is not None and not torch.isfinite(g).all()), len(names))
         ranks = self.grid.world if self.is_sharded else ALONE
         first = len(names) - ranks.max(len(names) - found)
         return names[first] if first < len(names) else ""

@@ -131,7 +131,8 @@ class ParallelModel(nn.Module):
         self, model: nn.Module, grid: Grid, compute_dtype: torch.dtype | None = None, trainable: Trainable = FULL
     ):
         super().__init__()
-        self.model, self.grid, self.trainable = model, grid, trainable
+        self.model: Any = model
+        self.grid, self.trainable = grid, trainable
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
         self.summed: frozenset[str] = frozenset()  # weights whose gradients the neighbours must add up
 
@@ -271,7 +272,7 @@ def _cuts(param: Tensor) -> list[_Cut]:
     if not isinstance(param, DTensor):
         return []
     mesh, shape = param.device_mesh, list(param.shape)
-    places = dict(zip(mesh.mesh_dim_names or (), param.placements, strict=True))
+    places: dict[str, Any] = dict(zip(mesh.mesh_dim_names or (), param.placements, strict=True))
     cuts = []
     for axis in ("tensor", "shard"):
         if axis in places and not places[axis].is_replicate():

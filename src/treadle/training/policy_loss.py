@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from treadle.algorithms.logprobs import logprobs_and_entropy
 from treadle.metrics import Metric, metric
 from treadle.models.attention import Backend, PackedAttention
-from treadle.models.cpu.head import CpuHead
+from treadle.models.cpu import head_kernel
 from treadle.models.forward import head_of, hidden_states
 from treadle.training.batch import Batch
 from treadle.training.objective import Objective
@@ -64,7 +64,7 @@ def _logprobs(
         logit_scale=head.scale,
         logit_softcap=head.softcap,
         entropy_grad=entropy_grad,
-        kernel=CpuHead(),
+        kernel=head_kernel(),
     )
 
 

@@ -7,7 +7,7 @@ the loss get their denominators here, so a group's samples may then go to differ
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -146,7 +146,7 @@ class Planner:
         """What the next rollout needs to know of those before it; JSON values."""
         return {"reward_moments": astuple(self.reward_moments)} if self.config.reward.normalize_rewards_running else {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Set what `state` said; raises `CheckpointError` if it is malformed."""
         match state.get("reward_moments"):
             case None:

@@ -67,7 +67,7 @@ def load_parallel(
 @torch.no_grad()
 def _send(parallel: ParallelModel, source: nn.Module | None, grid: Grid) -> None:
     """Fill the shards of every rank from the model that the first rank has."""
-    weights = {} if source is None else dict(source.named_parameters(remove_duplicate=False))
+    weights: dict[str, Tensor] = {} if source is None else dict(source.named_parameters(remove_duplicate=False))
     weights |= {} if source is None else dict(source.named_buffers(remove_duplicate=False))
     targets = [*parallel.model.named_parameters(), *parallel.model.named_buffers(remove_duplicate=False)]
     for name, target in targets:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from treadle.config import BatchArithmetic, Config
 from treadle.errors import ModelError, first_line
 from treadle.metrics import Metric, metric
+from treadle.models.forward import embeddings_of
 from treadle.models.load import save_model, write_model_config
 from treadle.models.offload import HostCopies
 from treadle.models.recompute import recompute_layers
@@ -134,7 +135,7 @@ class Trainer:
 
     def _check_ids(self, batch: Batch) -> None:
         """Raise `ModelError` if a sample has an id that the model has no embedding for, as one of another model may have."""
-        rows = self.model.get_input_embeddings().weight.shape[0]
+        rows = embeddings_of(self.model).shape[0]
         largest = int(batch.token_ids.max()) if len(batch.token_ids) else -1
         if largest >= rows:
             raise ModelError(
@@ -191,11 +192,9 @@ class Trainer:
         needs_old = needs.prior_logprobs or self.arithmetic.num_steps_per_rollout > 1
         if needs_old or needs.prior_entropy:
             logprobs, entropy = self._scored(batch, passes, self.policy)
-            found = {
-                "old_logprobs": logprobs if needs_old else None,
-                "entropy": entropy if needs.prior_entropy else None,
-            }
-            batch = replace(batch, **found)
+            batch = replace(
+                batch, old_logprobs=logprobs if needs_old else None, entropy=entropy if needs.prior_entropy else None
+            )
         if needs.ref_logprobs:
             assert self.reference is not None
             with lent_to(self.device, self.reference.parallel) as model:

@@ -1,1 +1,32 @@
-"""CPU kernels, and the layers that use them."""
+"""Fused operations for CPUs behind one interface: with none of it, the rest of Treadle reads and computes the same.
+
+`fuse` replaces the parts of a model that is trained, `inference_model` prepares one for an engine, and `head_kernel` is
+the compiled head. `--no-fused-ops` switches the first two off. A C++ file is used if GCC is there, the processor has the
+instructions and the sizes fit; torch's operations are the fallback, and tests compare the two.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treadle.models.cpu.head import CpuHead
+
+
+def fuse(model: Any) -> int:
+    """Replace norms, attention's projections and MLPs of a model by fused ones; return how many layers were known.
+
+    Parameters keep their names, so checkpoints, sharding and engines see no difference.
+    """
+    from treadle.models.cpu.fused_layers import fuse_layers
+    from treadle.models.cpu.norm import fuse_norms
+
+    fuse_norms(model)
+    return fuse_layers(model)
+
+
+def head_kernel() -> CpuHead:
+    """Return the compiled head, which says of each input whether it fits."""
+    from treadle.models.cpu.head import CpuHead
+
+    return CpuHead()

@@ -246,13 +246,13 @@ class BlockAttention(torch.autograd.Function):
         assert query.shape[2] == key.shape[2] and key.shape == value.shape, "values are as wide as keys"  # noqa: PT018
         queries, keys, values = (grid.blocks(x) for x in (query, key, value))
         exact = torch.promote_types(query.dtype, torch.float32)
-        outs, log_sums = grid.empty(*query.shape[1:], query.dtype), grid.empty(query.shape[1], 1, exact)
+        outs, log_sums = grid.empty(query.shape[1], query.shape[2], query.dtype), grid.empty(query.shape[1], 1, exact)
         for look in grid.looks:
             count = keys.count(look)
             asked, so_far, sum_so_far = (x.asked(look, count) for x in (queries, outs, log_sums))
             for piece in look.pieces() if softcap is not None else [slice(None)]:
-                seen = (x.seen(look)[piece] for x in (keys, values))
-                out, log_sum = _attend(look, asked[piece], *seen, scaling, softcap)
+                seen_keys, seen_values = (x.seen(look)[piece] for x in (keys, values))
+                out, log_sum = _attend(look, asked[piece], seen_keys, seen_values, scaling, softcap)
                 if look.asks == look.seen:
                     so_far[piece].copy_(out)
                     sum_so_far[piece].copy_(log_sum)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from treadle.models.attention import LayerAttention, Pair
-from treadle.models.cpu.library import compiled
+from treadle.models.cpu.known_layer import KnownLayer
+from treadle.models.cpu.library import load
 from treadle.models.load import kv_heads_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,15 @@ CHUNK = 32
 """Sizes are multiples of it."""
 MOST_ROWS = 8
 """Up to as many rows, reading a layer's weights takes longer than computing with them; `project` and `finish` are for these."""
+FUNCTIONS = {
+    "rms_norm": "pppnnnf",
+    "silu_times": "ppnn",
+    "rotate": "ppppnnn",
+    "project": "pppppn",
+    "finish": "ppppn",
+    "attend": "p",
+    "draw": "ppppppnn>n",
+}
 DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 
@@ -38,16 +48,6 @@ class CpuKernels:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
         self.library, self.dtype = library, dtype
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.rms_norm.argtypes = [pointer] * 3 + [number] * 3 + [ctypes.c_float]
-        library.silu_times.argtypes = [pointer] * 2 + [number] * 2
-        library.rotate.argtypes = [pointer] * 4 + [number] * 3
-        library.project.argtypes = [pointer] * 5 + [number]
-        library.finish.argtypes = [pointer] * 4 + [number]
-        library.attend.argtypes = [pointer]
-        library.draw.argtypes, library.draw.restype = [pointer] * 6 + [number] * 2, number
-        for name in ("rms_norm", "silu_times", "rotate", "project", "finish", "attend"):
-            getattr(library, name).restype = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [N, D] with any stride, weight float32 [D] → `x · weight / √(mean(x²) + eps)` [N, D]."""
@@ -108,24 +108,17 @@ class _Layer(ctypes.Structure):
 class LayerKernel:
     """A decoder layer of few rows, but for its attention, on the weights as they lie in its module."""
 
-    def __init__(self, layer: Any, kernels: CpuKernels):
+    def __init__(self, layer: KnownLayer, kernels: CpuKernels):
         self._library, dtype = kernels.library, kernels.dtype
-        attention, mlp = layer.self_attn, layer.mlp
         self._kept: list[Tensor] = []
-        self._head_size = attention.head_dim
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
-        outs = [part.weight.shape[0] // self._head_size for part in projections]
-        self._heads = sum(outs)
-        of_heads = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else [None, None]
-        norms = [layer.input_layernorm, layer.post_attention_layernorm, *of_heads]
-        linears = *projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self._head_size, self._heads = layer.head_size, layer.heads + 2 * layer.kv_heads
+        linears = layer.query, layer.key, layer.value, layer.out, layer.gate, layer.up, layer.down
+        norms = layer.norm_in, layer.norm_mlp, layer.norm_query, layer.norm_key
+        size, units = layer.down.weight.shape
         self._layer = _Layer(
             *(_Linear(self._at(part.weight, dtype), self._at(part.bias, dtype)) for part in linears),
             *(None if norm is None else self._at(norm.weight, torch.float32) for norm in norms),
-            mlp.down_proj.weight.shape[0],
-            outs[0],
-            outs[1],
-            mlp.down_proj.weight.shape[1],
+            *(size, layer.heads, layer.kv_heads, units),
             *(0.0 if norm is None else norm.variance_epsilon for norm in norms),
         )
         self._address = ctypes.addressof(self._layer)
@@ -212,11 +205,11 @@ def cpu_kernels(config: PretrainedConfig, dtype: torch.dtype) -> CpuKernels | No
 @functools.cache
 def load_kernels(dtype: torch.dtype, heads_per_kv_head: int, head_size: int) -> CpuKernels | None:
     """The kernels for a shape of heads, head_size a multiple of 32; compiled where the cache has none."""
-    sizes = {
+    sizes: dict[str, object] = {
         "DTYPE": DTYPES[dtype],
         "HEADS_PER_KV_HEAD": heads_per_kv_head,
         "HEAD_SIZE": head_size,
         "ITEM_SIZE": dtype.itemsize,
     }
-    library = compiled(SOURCE, sizes)
+    library = load(SOURCE, FUNCTIONS, sizes)
     return None if library is None else CpuKernels(library, dtype)

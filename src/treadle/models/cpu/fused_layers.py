@@ -1,9 +1,9 @@
 """Attention's projections and the gated MLP of a decoder layer with backward passes of their own.
 
 On a CPU a training step spends as long moving activations through memory as in matmuls. Here queries, keys and values
-come from one matmul; what is element by element is done in one pass (one_pass.py). A module that is replaced keeps its
-parameters under the same names, so checkpoints, sharding and the engine do not notice, and computes as before where it
-is asked for something else.
+come from one matmul, and elementwise operations are one pass (compiled_formula.py). A module that is replaced keeps its
+parameters under the same names, so that checkpoints, sharding and the engine see no difference. It computes as before
+if it is called with something else.
 
 Axis letters: `N` tokens, `D` hidden size, `F` units of the MLP, `H` heads, `E` head size.
 """
@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from treadle.compiled_formula import OnePass
-from treadle.models.attention import PLAN_KEY, LayerAttention, LayerRecorder
+from treadle.models.attention import PLAN_KEY
+from treadle.models.cpu.known_layer import declared_attention, known_layers, split_heads
 from treadle.models.cpu.matmul import weight_gradient
-
-FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Architectures whose layer is: norm, attention with rotary positions, norm, gated MLP with SiLU."""
 
 
 @OnePass
@@ -158,52 +156,23 @@ class FusedAttention(nn.Module):
         layers = self.q_proj, self.k_proj, self.v_proj
         biases = [layer.bias for layer in layers if layer.bias is not None]
         weights = [layer.weight for layer in layers]
-        heads = _StackedLinear.apply(hidden_states.squeeze(0), len(layers), *weights, *biases)
-        heads = heads.view(hidden_states.shape[1], -1, self.head_dim)
-        own, shared = (layer.out_features // self.head_dim for layer in layers[:2])
-        query_key, value = heads.split([own + shared, shared], dim=1)
-        if hasattr(self, "q_norm"):
-            parts = query_key.split([own, shared], dim=1)
-            query_key = torch.cat([self.q_norm(parts[0]), self.k_norm(parts[1])], dim=1)
-        query_key = _Rotation.apply(query_key, *signed_halves(*position_embeddings))
-        query, key = query_key.split([own, shared], dim=1)
+        qkv = _StackedLinear.apply(hidden_states.squeeze(0), len(layers), *weights, *biases)
+        counts = self.q_proj.out_features // self.head_dim, self.k_proj.out_features // self.head_dim
+        norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else None
+        turns = signed_halves(*position_embeddings)
+        query, key, value = split_heads(qkv, counts, norms, lambda heads: _Rotation.apply(heads, *turns))
         out = plan.attend(query, key, value, self.declared)
         bias = () if self.o_proj.bias is None else (self.o_proj.bias,)
         return _StackedLinear.apply(out.flatten(1), 1, self.o_proj.weight, *bias).unsqueeze(0), None
 
 
-def declared_attention(attention: nn.Module) -> LayerAttention:
-    """Return what an attention module passes to the attention function besides queries, keys and values.
-
-    The module runs once, on tensors without memory: a window counts only if the module applies it. A Llama config may
-    name a `sliding_window` that its layers ignore.
-    """
-    part: Any = attention
-    meta = torch.device("meta")
-    weights = {name: torch.empty_like(p, device=meta) for name, p in attention.named_parameters()}
-    dtype = part.q_proj.weight.dtype
-    hidden = torch.empty(1, 1, part.q_proj.in_features, dtype=dtype, device=meta)
-    turn = torch.empty(1, 1, part.head_dim, dtype=dtype, device=meta)
-    recorder = LayerRecorder()
-    known = {"position_embeddings": (turn, turn), "attention_mask": None, PLAN_KEY: recorder}
-    with torch.no_grad():
-        torch.func.functional_call(attention, weights, (hidden,), known)
-    (call,) = recorder.calls
-    return call.layer
-
-
 def fuse_layers(model: Any) -> int:
-    """Replace attention and MLP of the layers of a known architecture, where biases allow; returns how many layers it has."""
-    config = model.config
-    if config.model_type not in FUSED_MODEL_TYPES or config.hidden_act != "silu":
-        return 0
-    for layer in model.base_model.layers:
-        mlp = layer.mlp
-        if all(part.bias is None for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
-            layer.mlp = FusedMLP(mlp)
-        biases = [
-            part.bias is None for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-        ]
-        if len(set(biases)) == 1:
+    """Replace attention and MLP of the layers of a known architecture, if their biases allow; return how many it has."""
+    count = 0
+    for layer, known in known_layers(model):
+        count += 1
+        if all(part.bias is None for part in (known.gate, known.up, known.down)):
+            layer.mlp = FusedMLP(layer.mlp)
+        if len({part.bias is None for part in (known.query, known.key, known.value)}) == 1:
             layer.self_attn = FusedAttention(layer.self_attn)
-    return len(model.base_model.layers)
+    return count

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from treadle.models.cpu.library import compiled, with_tiles
+from treadle.models.cpu.library import load
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 EXACT_TARGETS = 1 << 24
@@ -75,12 +75,8 @@ def _head(hidden: Tensor, weight: Tensor, known: Tensor) -> _Head:
 
 @functools.cache
 def head_library() -> ctypes.CDLL | None:
-    """head.cpp, where the processor has tiles: with dot products alone torch's matmuls are quicker."""
-    library = with_tiles(compiled(SOURCE, {}))
-    if library is not None:
-        for function in (library.head_sums, library.head_gradients):
-            function.argtypes, function.restype = [ctypes.c_void_p], None
-    return library
+    """Return head.cpp if the processor has tiles: with dot products alone torch's matmuls are faster."""
+    return load(SOURCE, {"head_sums": "p", "head_gradients": "p"}, needs="tiles")
 
 
 def _asked() -> ctypes.CDLL:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttention
 from treadle.models.cpu.decode_kernels import MOST_ROWS, CpuKernels, LayerKernel, cpu_kernels
-from treadle.models.cpu.fused_layers import FUSED_MODEL_TYPES, FusedAttention, declared_attention, rotate, signed_halves
-from treadle.models.forward import Head, head_of, hidden_states
+from treadle.models.cpu.fused_layers import rotate, signed_halves
+from treadle.models.cpu.known_layer import KnownLayer, is_known, known_layers, split_heads
+from treadle.models.forward import Head, embeddings_of, head_of, hidden_states
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
 
@@ -55,10 +56,9 @@ class InferenceModel(Protocol):
 class PlainInference:
     """The module itself."""
 
-    kernels = None
-
     def __init__(self, model: PreTrainedModel):
         self.model = model
+        self.kernels: CpuKernels | None = None
 
     def refresh(self) -> None:
         return
@@ -75,20 +75,18 @@ class PlainInference:
 
 def can_fuse(model: PreTrainedModel) -> bool:
     """True where `FusedInference` knows the architecture and the CPU's matmul library is there."""
-    config = model.config
-    known = config.model_type in FUSED_MODEL_TYPES and config.hidden_act == "silu"
-    weight = model.get_input_embeddings().weight
+    weight = embeddings_of(model)
     supported = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
-    return known and weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and supported
+    return is_known(model.config) and weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and supported
 
 
 def inference_model(model: PreTrainedModel, *, fused: bool) -> InferenceModel:
     """The quickest forward pass there is for this model; the plain one where `fused` is False or differs from it."""
     if fused and can_fuse(model):
         found = FusedInference(model)
-        if _gap(found) <= FORWARD_TOLERANCE[model.get_input_embeddings().weight.dtype]:
+        if _gap(found) <= FORWARD_TOLERANCE[embeddings_of(model).dtype]:
             return found
     return PlainInference(model)
 
@@ -99,7 +97,7 @@ def _gap(fused: FusedInference) -> float:
     model, gaps = fused.model, []
     fused.refresh()
     for layout in (PackedLayout((Family(6, (3, 4)),)), PackedLayout((Family(3, (2,)),))):
-        tokens = (torch.arange(1, layout.num_tokens + 1) * 7919) % model.get_input_embeddings().weight.shape[0]
+        tokens = (torch.arange(1, layout.num_tokens + 1) * 7919) % embeddings_of(model).shape[0]
         ours, own = (
             part.logits(part.hidden_states(tokens, layout.position_ids, PackedAttention(layout))).float()
             for part in (fused, PlainInference(model))
@@ -113,9 +111,9 @@ class _Linear:
     """A linear layer whose weights (several stacked, where given) are laid out for the CPU's matmul."""
 
     def __init__(self, *layers: nn.Linear):
-        weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
+        weight: Tensor = torch.cat(tuple(layer.weight for layer in layers)) if len(layers) > 1 else layers[0].weight
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases).detach() if biases else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -132,8 +130,8 @@ class _Norm:
     Without kernels in few operations, for at few rows each costs more than its arithmetic: `x w √D / √(|x|² + D eps)`.
     """
 
-    def __init__(self, norm: nn.Module, kernels: CpuKernels | None):
-        weight = norm.weight.detach()
+    def __init__(self, norm: Any, kernels: CpuKernels | None):
+        weight: Tensor = norm.weight.detach()
         self._dtype, self._kernels, self._eps = weight.dtype, kernels, norm.variance_epsilon
         exact = torch.promote_types(weight.dtype, torch.float32)
         self._weight = weight.to(exact) * (1.0 if kernels is not None else len(weight) ** 0.5)
@@ -161,18 +159,17 @@ class _Layer:
     kernel: LayerKernel | None  # for few rows
 
     @classmethod
-    def of(cls, layer: Any, kernels: CpuKernels | None) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        has_norms = hasattr(attention, "q_norm")
+    def of(cls, layer: KnownLayer, kernels: CpuKernels | None) -> _Layer:
+        norms = layer.norms
         return cls(
-            attention.declared if isinstance(attention, FusedAttention) else declared_attention(attention),
-            _Norm(layer.input_layernorm, kernels),
-            _Linear(attention.q_proj, attention.k_proj, attention.v_proj),
-            (_Norm(attention.q_norm, kernels), _Norm(attention.k_norm, kernels)) if has_norms else None,
-            _Linear(attention.o_proj),
-            _Norm(layer.post_attention_layernorm, kernels),
-            _Linear(mlp.gate_proj, mlp.up_proj),
-            _Linear(mlp.down_proj),
+            layer.declared,
+            _Norm(layer.norm_in, kernels),
+            _Linear(layer.query, layer.key, layer.value),
+            None if norms is None else (_Norm(norms[0], kernels), _Norm(norms[1], kernels)),
+            _Linear(layer.out),
+            _Norm(layer.norm_mlp, kernels),
+            _Linear(layer.gate, layer.up),
+            _Linear(layer.down),
             None if kernels is None else LayerKernel(layer, kernels),
         )
 
@@ -184,7 +181,7 @@ class FusedInference:
         assert can_fuse(model), f"{model.config.model_type} can't be fused here"
         self.model = model
         config = model.config
-        self.kernels = cpu_kernels(config, model.get_input_embeddings().weight.dtype)
+        self.kernels = cpu_kernels(config, embeddings_of(model).dtype)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._split = [self._heads, self._kv_heads, self._kv_heads]
         self._layers: Sequence[_Layer] = ()
@@ -193,8 +190,8 @@ class FusedInference:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        body = self.model.base_model
-        self._layers = [_Layer.of(layer, self.kernels) for layer in body.layers]
+        body: Any = self.model.base_model
+        self._layers = [_Layer.of(known, self.kernels) for _, known in known_layers(self.model)]
         self._norm = _Norm(body.norm, self.kernels)
         self._head = (head_of(self.model), _Linear(self.model.get_output_embeddings()))
 
@@ -207,13 +204,16 @@ class FusedInference:
         x = F.embedding(token_ids, body.embed_tokens.weight)
         cos, sin = body.rotary_emb(x, position_ids=position_ids.unsqueeze(0))
         cos, sin = signed_halves(cos, sin)
+        counts, turn = (self._heads, self._kv_heads), rotate if self.kernels is None else self.kernels.rotate
         for layer in self._layers:
             if layer.kernel is not None and len(x) <= MOST_ROWS:
                 heads = layer.kernel.project(x, cos, sin)
-                attended = plan.attend(*heads.split(self._split, dim=1), layer.attention)
+                query, key, value = heads.split(self._split, dim=1)
+                attended = plan.attend(query, key, value, layer.attention)
                 x = layer.kernel.finish(x, attended)
                 continue
-            query, key, value = self._heads_of(layer, layer.qkv(layer.norm_in(x)), cos, sin)
+            qkv = layer.qkv(layer.norm_in(x))
+            query, key, value = split_heads(qkv, counts, layer.norms, lambda heads: turn(heads, cos, sin))
             attended = plan.attend(query, key, value, layer.attention)
             x = layer.out.plus(attended.flatten(1), x)
             x = layer.down.plus(self._gated(layer.gate_up(layer.norm_mlp(x))), x)
@@ -225,19 +225,6 @@ class FusedInference:
             return self.kernels.silu_times(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-
-    def _heads_of(self, layer: _Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, E], keys and values [N, K, E] of one layer, positions applied."""
-        rotated = self._heads + self._kv_heads
-        heads = qkv.view(len(qkv), rotated + self._kv_heads, -1)
-        query_key, value = heads[:, :rotated], heads[:, rotated:]
-        if layer.norms is not None:
-            of_query, of_key = layer.norms
-            parts = query_key.split([self._heads, self._kv_heads], dim=1)
-            query_key = torch.cat([of_query(parts[0]), of_key(parts[1])], dim=1)
-        turn = rotate if self.kernels is None else self.kernels.rotate
-        query_key = turn(query_key, cos, sin)
-        return query_key[:, : self._heads], query_key[:, self._heads :], value
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self._head is not None, "refresh() comes first"

@@ -1,7 +1,7 @@
-"""C++ files of this package as libraries, compiled for this processor by the GCC that is here.
+"""C++ files of this package as libraries, compiled for this processor by the machine's GCC.
 
-A library is made in seconds, once per machine, and kept in `$TREADLE_CACHE/kernels`. Only GCC is asked: another compiler's
-OpenMP would be a second one beside torch's. Where there is none, the caller gets None and uses torch's operations.
+A library is made in seconds, once per machine, and kept in `$TREADLE_CACHE/kernels`. Only GCC is used: another compiler's
+OpenMP would be a second one beside torch's. Without it the caller gets None and uses torch's operations.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import platform
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from treadle.compiled_formula import cpp_compiler
 from treadle.storage.private_folder import private_cache
@@ -25,7 +26,7 @@ COMPILE_SECONDS = 120.0
 
 
 def compiled(source: Path, constants: dict[str, object]) -> ctypes.CDLL | None:
-    """The library of a C++ file, whose macros are `constants`; None without GCC, or, with a warning, where it fails."""
+    """Compile a C++ file with `constants` as macros; return None without GCC, or, with a warning, if it fails."""
     compiler = cpp_compiler()
     try:
         version = _run([compiler, "--version"]) if compiler else ""
@@ -38,14 +39,33 @@ def compiled(source: Path, constants: dict[str, object]) -> ctypes.CDLL | None:
         return None
 
 
-def with_blocks(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
-    """A library made with tiles.h, where the processor has instructions for it."""
-    return library if library is not None and _says(library.ready) else None
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 
 
-def with_tiles(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
-    """The same, where it has AMX tiles."""
-    return with_blocks(library) if library is not None and _says(library.has_tiles) else None
+def load(
+    source: Path,
+    functions: Mapping[str, str],
+    constants: dict[str, object] | None = None,
+    needs: Literal["blocks", "tiles"] | None = None,
+) -> ctypes.CDLL | None:
+    """Compile a C++ file and declare its functions.
+
+    Args:
+        source: the file.
+        functions: the arguments of each function, a letter each: p a pointer, n an int64, f a float; `>n` if it returns one.
+        constants: macros.
+        needs: `blocks` if it needs the instructions that tiles.h uses, `tiles` if it needs AMX tiles.
+    Returns:
+        The library; None if it can't be compiled or the processor lacks the instructions.
+    """
+    library = compiled(source, constants or {})
+    if library is None or (needs and not _says(library.ready)) or (needs == "tiles" and not _says(library.has_tiles)):
+        return None
+    for name, letters in functions.items():
+        arguments, _, result = letters.partition(">")
+        function = getattr(library, name)
+        function.argtypes, function.restype = [_TYPES[letter] for letter in arguments], _TYPES.get(result)
+    return library
 
 
 def _says(function: Any) -> bool:
@@ -54,7 +74,7 @@ def _says(function: Any) -> bool:
 
 
 def _library(command: list[str], source: Path, version: str) -> ctypes.CDLL:
-    """What a command makes of a source, kept in the cache for the next process where there is a place for it."""
+    """Run a compile command on a source, and keep the library in the cache, if there is one, for the next process."""
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
     made_of = "\n".join([*command, version, _processor(), *texts])
     name = f"{hashlib.sha256(made_of.encode()).hexdigest()[:20]}.so"
@@ -73,7 +93,7 @@ def _library(command: list[str], source: Path, version: str) -> ctypes.CDLL:
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints. Raises OSError where it fails or takes too long."""
+    """Return what a command prints; raises OSError if it fails or takes too long."""
     with tempfile.TemporaryFile() as file:  # a pipe would be waited for until its children are gone too
         try:
             code = subprocess.run(command, stdout=file, stderr=file, timeout=COMPILE_SECONDS).returncode
@@ -87,7 +107,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a cache may be shared by machines."""
+    """Describe what `-march=native` depends on: a cache may be shared by machines."""
     found = Path("/proc/cpuinfo")
     lines = found.read_text().splitlines() if found.is_file() else []
     known = [line for line in lines if line.startswith(("flags", "Features", "model name"))][:2]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treadle.models.cpu.library import compiled, with_tiles
+from treadle.models.cpu.library import load
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 WORTH_A_CALL = 1 << 24
@@ -37,9 +37,5 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 @functools.cache
 def matmul_library() -> ctypes.CDLL | None:
-    """matmul.cpp, where the processor has tiles."""
-    library = with_tiles(compiled(SOURCE, {}))
-    if library is not None:
-        library.weight_gradient.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5
-        library.weight_gradient.restype = None
-    return library
+    """Return matmul.cpp if the processor has tiles."""
+    return load(SOURCE, {"weight_gradient": "pppnnnnn"}, needs="tiles")

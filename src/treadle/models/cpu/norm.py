@@ -87,14 +87,15 @@ def fuse_norms(model: nn.Module) -> int:
     replaced = 0
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
-            if _is_rms_norm(norm):
-                setattr(parent, name, FusedRMSNorm(norm.weight, norm.variance_epsilon).train(norm.training))
+            part: Any = norm
+            if _is_rms_norm(part):
+                setattr(parent, name, FusedRMSNorm(part.weight, part.variance_epsilon).train(part.training))
                 replaced += 1
     return replaced
 
 
 @torch.no_grad()
-def _is_rms_norm(norm: nn.Module) -> bool:
+def _is_rms_norm(norm: Any) -> bool:
     """True where the module has one vector of weights and an epsilon, and normalises as RMSNorm does.
 
     Tried on a float32 copy on the CPU, for the module itself may have no memory yet.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.models.cpu.library import compiled, with_blocks
+from treadle.models.cpu.library import load
 from treadle.models.layout import PackedLayout
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -77,7 +77,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: RowAttention, options: tuple[Any, float, int]
     ) -> Tensor:
-        given = tuple(_in_rows(x) for x in (query, key, value))
+        given = _in_rows(query), _in_rows(key), _in_rows(value)
         out = query.new_empty(query.shape)
         log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)
         row = families.row_of(*given, options)
@@ -107,9 +107,6 @@ def _in_rows(x: Tensor) -> Tensor:
 
 @functools.cache
 def attention_library(heads_per_kv_head: int, head_size: int) -> ctypes.CDLL | None:
-    """packed_attention.cpp for a shape of heads; None where the processor has no instructions for it."""
-    library = with_blocks(compiled(SOURCE, {"HEADS_PER_KV_HEAD": heads_per_kv_head, "HEAD_SIZE": head_size}))
-    if library is not None:
-        for function in (library.attend, library.attend_backward):
-            function.argtypes, function.restype = [ctypes.c_void_p], None
-    return library
+    """Return packed_attention.cpp for a shape of heads; None if the processor has no instructions for it."""
+    sizes: dict[str, object] = {"HEADS_PER_KV_HEAD": heads_per_kv_head, "HEAD_SIZE": head_size}
+    return load(SOURCE, {"attend": "p", "attend_backward": "p"}, sizes, needs="blocks")

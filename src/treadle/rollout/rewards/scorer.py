@@ -104,7 +104,8 @@ class RewardScorer:
         self.rewards = tuple(rewards)
         self.group_wait_seconds = group_wait_seconds
         self.needs_value = False
-        """True if a sample fails that neither a reward nor its environment gave a value; else its reward is then 0."""
+        """True if a completed sample fails to which neither a reward nor its environment gave a value. A truncated one, whose
+        episode did not come to its end, then has the reward 0, as all samples have if this is False."""
         self.failure_counts: Counter[str] = Counter()
         """Failed calls by reward name, one per sample, since the start."""
         self._pools: dict[str, WorkerPool] = {}
@@ -248,7 +249,7 @@ def _join(
             parts |= {f"{reward.spec.name}.{key}": value for key, value in outcome.parts.items()}
     if not faults and rewards and not parts:
         faults.append("no reward gave this sample a value: all returned None")
-    if needs_value and not faults and not parts:
+    if needs_value and not faults and not parts and sample.status is Status.COMPLETED:
         faults.append("the environment gave no reward: return a Step with one at the end, or set --rm-type")
     if not faults and not math.isfinite(total):
         faults.append(f"the weighted sum of the rewards is {total}")

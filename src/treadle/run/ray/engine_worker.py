@@ -51,7 +51,7 @@ class EngineActor(WorkerActor):
         else:
             model = await self._compute.run(build.load_policy, config, model_path, trainable=False)
             self._engine = build.open_torch_engine(config, model, codec, self._compute, owns_weights=True)
-        return await self._engine.num_receivers()
+        return await self.engine.num_receivers()
 
     async def generate(self, token_ids: tuple[int, ...], sampling: SamplingParams, n: int) -> list[Completion]:
         return [completion async for completion in self.engine.generate(token_ids, sampling, n)]

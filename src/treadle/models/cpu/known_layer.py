@@ -1,0 +1,125 @@
+"""The one description of a decoder layer that fused training, prepared inference and the C++ kernels read.
+
+The layer is: norm, attention with rotary positions (and norms of queries and keys, if it has them), norm, gated MLP with
+SiLU; both halves are residual.
+
+Axis letters: `N` tokens, `H` query heads, `K` key/value heads, `E` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treadle.models.attention import PLAN_KEY, LayerAttention, LayerRecorder
+
+KNOWN_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Architectures whose layers are like this."""
+
+
+def is_known(config: Any) -> bool:
+    """Return True if the layers of a model with this config are like this."""
+    return config.model_type in KNOWN_MODEL_TYPES and config.hidden_act == "silu"
+
+
+@dataclass(frozen=True)
+class KnownLayer:
+    """The parts of one decoder layer; the norms of queries and keys are None unless it has them."""
+
+    norm_in: Any
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    norm_query: Any
+    norm_key: Any
+    out: nn.Linear
+    norm_mlp: Any
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+    head_size: int
+    attention: Any
+
+    @classmethod
+    def of(cls, layer: Any) -> KnownLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(
+            layer.input_layernorm,
+            *(attention.q_proj, attention.k_proj, attention.v_proj),
+            *(getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)),
+            *(attention.o_proj, layer.post_attention_layernorm),
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+            attention.head_dim,
+            attention,
+        )
+
+    @property
+    def heads(self) -> int:
+        return len(self.query.weight) // self.head_size
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.key.weight) // self.head_size
+
+    @property
+    def norms(self) -> tuple[Any, Any] | None:
+        """The norms of queries and keys."""
+        return None if self.norm_query is None else (self.norm_query, self.norm_key)
+
+    @property
+    def declared(self) -> LayerAttention:
+        """What the attention module passes to the attention function besides queries, keys and values."""
+        return getattr(self.attention, "declared", None) or declared_attention(self.attention)
+
+
+def known_layers(model: Any) -> Iterator[tuple[Any, KnownLayer]]:
+    """Yield each decoder layer of a model with its description; none of an architecture that is not known."""
+    if is_known(model.config):
+        for layer in model.base_model.layers:
+            yield layer, KnownLayer.of(layer)
+
+
+def split_heads(
+    qkv: Tensor, counts: tuple[int, int], norms: tuple[Any, Any] | None, turn: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the result of the three projections into heads.
+
+    Args:
+        qkv: [N, (H + 2·K)·E], queries, keys and values side by side.
+        counts: H and K.
+        norms: those of queries and keys, applied to each head.
+        turn: applies the positions to [N, H + K, E].
+    Returns:
+        Queries [N, H, E], keys and values [N, K, E].
+    """
+    own, shared = counts
+    query_key, value = qkv.view(len(qkv), own + 2 * shared, -1).split([own + shared, shared], dim=1)
+    if norms is not None:
+        query, key = query_key.split([own, shared], dim=1)
+        query_key = torch.cat([norms[0](query), norms[1](key)], dim=1)
+    query, key = turn(query_key).split([own, shared], dim=1)
+    return query, key, value
+
+
+def declared_attention(attention: nn.Module) -> LayerAttention:
+    """Return what an attention module passes to the attention function besides queries, keys and values.
+
+    The module runs once, on tensors without memory: a window counts only if the module applies it. A Llama config may
+    name a `sliding_window` that its layers ignore.
+    """
+    part: Any = attention
+    meta = torch.device("meta")
+    weights = {name: torch.empty_like(p, device=meta) for name, p in attention.named_parameters()}
+    dtype = part.q_proj.weight.dtype
+    hidden = torch.empty(1, 1, part.q_proj.in_features, dtype=dtype, device=meta)
+    turn = torch.empty(1, 1, part.head_dim, dtype=dtype, device=meta)
+    recorder = LayerRecorder()
+    known = {"position_embeddings": (turn, turn), "attention_mask": None, PLAN_KEY: recorder}
+    with torch.no_grad():
+        torch.func.functional_call(attention, weights, (hidden,), known)
+    (call,) = recorder.calls
+    return call.layer
