@@ -54,8 +54,8 @@ def variables_of(launch: ServerLaunch) -> dict[str, str]:
 
 def dialect_of(folder: Path, dtype: torch.dtype, device: str) -> SglangDialect:
     """Return the dialect of a server of the model in a folder."""
-    config = load_config(str(folder)).get_text_config()
-    return SglangDialect(folder, dtype, tied=bool(getattr(config, "tie_word_embeddings", False)))
+    shape = load_config(str(folder)).get_text_config()
+    return SglangDialect(folder, dtype, tied=bool(getattr(shape, "tie_word_embeddings", False)))
 
 
 SGLANG = ServerKind(
