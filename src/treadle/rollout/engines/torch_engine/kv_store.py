@@ -1,8 +1,8 @@
-"""Keys and values of everything that is being generated.
+"""The key/value store: what attention reads and writes, and how much of it the limits allow.
 
-A prompt's keys and values are stored once for all its samples (a *prefix slot*); each sample has a *row* for its
-own tokens. Slots and rows in use are kept at the front and are all as long as the longest one, so attention works on
-dense tensors, whole: one that is removed is replaced by the last one, and rows are laid out again as they grow.
+A prompt's keys and values are stored once for all its samples (a *prefix slot*), and each sample has a *row* for its own
+tokens. Slots and rows in use are at the front and have the length of the longest one, so that attention works on whole
+dense tensors. The last slot or row replaces one that is removed, and rows are laid out again as they grow.
 
 Axis letters: `L` layers, `C` sequences (prefix slots or rows), `K` key/value heads, `T` tokens, `D` head size.
 """
@@ -75,7 +75,7 @@ class Sequences:
         self.layers = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
 
     def fit(self, count: int, span: int) -> None:
-        """Lay out again for `count` sequences of `span` tokens, layer by layer; what fits of the old ones stays."""
+        """Lay out again for `count` sequences of `span` tokens, layer by layer; stored tokens that fit are kept."""
         count_kept, kept = min(count, self.count), min(span, self.span)
         for i, old in enumerate(self.layers):
             new = old.new_zeros(2, count, old.shape[2], span, old.shape[4])
@@ -84,18 +84,18 @@ class Sequences:
         self.count, self.span = count, span
 
     def first(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `count` sequences: two [C·K, T, D], dense."""
+        """Return keys and values of the first `count` sequences, each dense [C·K, T, D]."""
         both = self.layers[layer][:, :count].flatten(1, 2)
         return both[0], both[1]
 
     def cells(self, places: Tensor) -> Tensor:
-        """Where the token at `places[i]` of sequence i lies, for `write`: int64 [2 · C · K], keys before values."""
+        """Return where the token at `places[i]` of sequence i is, for `write`: int64 [2 · C · K], keys before values."""
         heads = self.layers[0].shape[2]
         one = torch.arange(len(places) * heads, device=places.device) * self.span + places.repeat_interleave(heads)
         return torch.cat([one, one + self.count * heads * self.span])
 
     def write(self, layer: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store one token for each sequence: keys and values [C, K, D] at the cells that `cells` gave."""
+        """Store one token for each sequence: keys and values [C, K, D] at the cells that `cells` returned."""
         size = keys.shape[-1]
         self.layers[layer].view(-1, size).index_copy_(0, cells, torch.cat([keys, values]).view(-1, size))
 
