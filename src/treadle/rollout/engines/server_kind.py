@@ -88,20 +88,19 @@ class ServerKind:
         command = [launch.python, "-m", self.module, *self.command_line(launch, port)]
         process = ServerProcess.start(name, command, variables, launch.log)
         engine = ServerEngine(f"127.0.0.1:{port}", name, settings, process)
-        try:
-            await _wait_until_ready(engine, settings, launch.start_seconds)
-        except BaseException:
-            await engine.close()
-            raise
-        return engine
+        return await self._ready(engine, settings, launch.start_seconds)
 
     async def connect(self, address: str, settings: ServerSettings, *, seconds: float, name: str = "") -> ServerEngine:
         """Reach a server that somebody else runs; it must have been started as the page on engines says."""
         engine = ServerEngine(address, name or f"the {self.name} server at {address}", settings)
+        return await self._ready(engine, settings, seconds)
+
+    async def _ready(self, engine: ServerEngine, settings: ServerSettings, seconds: float) -> ServerEngine:
         try:
             await _wait_until_ready(engine, settings, seconds)
-            await engine.health()
-            await engine.resume()
+            if engine.process is None:
+                await engine.health()
+                await engine.resume()
         except BaseException as error:
             await engine.close()
             if isinstance(error, RefusedError):
