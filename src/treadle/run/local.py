@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from treadle.run.state import random_state, seed_everything
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.checkpoint import save_checkpoint
 from treadle.training.trainer import Trainer
+from treadle.training.trainer_files import try_writing, write_model, write_rest
 from treadle.types import Group
 from treadle.weights import SentWeights
 from treadle.weights.in_process import publish_in_process
@@ -60,15 +62,15 @@ class LocalTrainer:
     def _save(self, folder: Path, done: int, state: Mapping[str, Any]) -> None:
         trainer = self.trainer
 
-        def write_model(path: Path) -> None:
-            trainer.write_model(path)
+        def write_all(path: Path) -> None:
+            write_model(trainer, path)
             self.save_codec(path)
 
         save_checkpoint(
             folder,
             done,
-            write_model=write_model,
-            write_rest=trainer.write_rest,
+            write_model=write_all,
+            write_rest=partial(write_rest, trainer),
             optimizer=trainer.optimizer.state_tensors(),
             state={**trainer.state(), "random": random_state(), "dtype": self.config.model.dtype, **state},
             config=recorded(self.config),
@@ -100,7 +102,7 @@ async def train_locally(session: Session, recipe_name: str, stop: Stop) -> dict[
             trainer = await compute.run(
                 build.build_trainer, config, model, schedule.num_rollout, progress.warn, teacher
             )
-            await compute.run(trainer.try_writing, session.codec.save)
+            await compute.run(try_writing, trainer, session.codec.save)
         await compute.run(restore, session, trainer, source)
         scorer = await build.open_scorer(config, config.reward, stack) if generates else None
         outputs = open_outputs(session, stack)

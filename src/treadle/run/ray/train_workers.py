@@ -30,6 +30,7 @@ from treadle.run.ray.placement import Places
 from treadle.run.ray.rank_workers import RankActor, RankGroup, Rendezvous, Trained
 from treadle.run.ray.worker import BusyWorker, WorkerSetup, show_notes
 from treadle.run.state import random_state
+from treadle.training import trainer_files
 from treadle.training.checkpoint import Checkpoint, save_checkpoint
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.rollout_plan import Planner, RankShare, TokenNumbers, numbers_at
@@ -59,7 +60,7 @@ class TrainActor(RankActor):
             config, model, num_rollout, self._notes.warn, self._teacher_path, critic_elsewhere=elsewhere
         )
         if grid.is_first:
-            self._trainer.try_writing(load_codec(self._setup.model_path).save)
+            trainer_files.try_writing(self._trainer, load_codec(self._setup.model_path).save)
         if checkpoint is not None:
             self._trainer.load(self._found(checkpoint))
         return grid.data.rank
@@ -101,21 +102,21 @@ class TrainActor(RankActor):
         self._saves += 1
         told = _Told(f"save-{self._saves}", is_alone=world.is_alone)
         if world.rank > 0:
-            for what, write in (("model", trainer.write_model), ("rest", trainer.write_rest)):
+            for what, write in (("model", trainer_files.write_model), ("rest", trainer_files.write_rest)):
                 path = told.hear(what)
                 if path is None:
                     return  # the first rank gave up, and says why
-                write(path)
+                write(trainer, path)
             return
 
         def write_model(path: Path) -> None:
             told.tell("model", path)
-            trainer.write_model(path)
+            trainer_files.write_model(trainer, path)
             load_codec(self._setup.model_path).save(path)
 
         def write_rest(path: Path) -> None:
             told.tell("rest", path)
-            trainer.write_rest(path)
+            trainer_files.write_rest(trainer, path)
             if critic is not None:
                 os.replace(critic, path / CRITIC_FOLDER)
 
@@ -144,7 +145,7 @@ class TrainActor(RankActor):
         if trainer.policy.is_sharded:
             specs = trainer.weight_specs()
             self._whole = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
-        tensors = self._whole or trainer.published()
+        tensors = self._whole or trainer.policy.trainable.published(trainer.model)
         self._sender = open_sender(plan, SentWeights(tensors))
 
     def offer(self, version: int) -> Offer | None:
