@@ -92,6 +92,11 @@ def attention_calls(model: PreTrainedModel) -> list[RecordedCall]:
     return recorder.calls
 
 
+def mean_gap(ours: Tensor, own: Tensor) -> float:
+    """Return the mean distance of logits [N, V], in standard deviations of a logit; NaN if any is NaN."""
+    return float((ours - own).abs().mean() / own.std().clamp_min(1e-12))
+
+
 def check_forward(model: PreTrainedModel, tolerance: float) -> None:
     """Compare our packed forward with the model's own on two short sequences that share a prefix.
 
@@ -133,4 +138,4 @@ def _forward_gap(model: PreTrainedModel) -> float:
     theirs = torch.cat([first, second[6:]])
     if not torch.isfinite(theirs).all():
         raise ModelError(f"the logits of {type(model).__name__} are not finite: its weights are damaged")
-    return ((ours - theirs).abs().mean() / theirs.std().clamp_min(1e-12)).item()
+    return mean_gap(ours, theirs)

@@ -96,7 +96,9 @@ class Grid:
     padding: Tensor  # int64: the cells without a token
     cells: Tensor  # int64 [N·K]: the cell of each (token, key head)
     looks: tuple[Look, ...]
-    scratch: dict[torch.dtype, Tensor] = field(default_factory=dict)  # for `score_pair`; all pieces of all layers use it
+    scratch: dict[torch.dtype, Tensor] = field(
+        default_factory=dict
+    )  # for `score_pair`; all pieces of all layers use it
 
     def blocks(self, x: Tensor, *, no_padding: bool = False) -> Pair:
         """Lay x [N, H, D] out in blocks; with `no_padding` cells without a token are 0."""
