@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from treadle.errors import ModelError
 from treadle.models.attention import ATTENTION_NAME, PackedAttention, register_attention
-from treadle.models.context import context_length
 from treadle.models.cpu import fuse
 from treadle.models.forward import head_of, hidden_states
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.miniature import VOCABULARY, miniature, miniature_model
+from treadle.models.model_config import context_length
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

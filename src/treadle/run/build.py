@@ -12,8 +12,8 @@ from treadle.config import Config, RewardSection, batch_arithmetic
 from treadle.data import PromptSource, build_eval_sets, build_source
 from treadle.errors import ConfigError, ModelError
 from treadle.models.bundled import resolve
-from treadle.models.context import context_length, context_note
-from treadle.models.load import check_loadable, compute_dtype, load_config, load_model, pick_device
+from treadle.models.load import check_loadable, compute_dtype, load_model, pick_device
+from treadle.models.model_config import context_length, context_note, load_config
 from treadle.models.value import value_model_of
 from treadle.rollout.conversation import TurnLimits
 from treadle.rollout.engines.base import Engine

@@ -91,9 +91,8 @@ def _model_shape(config: Config, path: str) -> ModelShape:
     """The model's numbers from its config.json and a model without storage."""
     import torch
 
-    from treadle.models.context import context_length
-    from treadle.models.load import compute_dtype, kv_heads_of, load_config, pick_device
-    from treadle.models.sizes import build_on_meta
+    from treadle.models.load import build_on_meta, compute_dtype, pick_device
+    from treadle.models.model_config import context_length, kv_heads_of, load_config
 
     hf_config = load_config(path)
     model = build_on_meta(path, hf_config)

@@ -6,7 +6,7 @@ from treadle.chat import Codec
 from treadle.config import Config
 from treadle.errors import ModelError
 from treadle.models.bundled import resolve
-from treadle.models.load import embedding_rows, load_config
+from treadle.models.model_config import embedding_rows, load_config
 
 
 def check_vocabulary(config: Config, codec: Codec, model_path: str, *, fetch_missing: bool = True) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from treadle.models.attention import LayerAttention, Pair
 from treadle.models.cpu.known_layer import KnownLayer
 from treadle.models.cpu.library import addresses, load, structure
-from treadle.models.load import kv_heads_of
+from treadle.models.model_config import kv_heads_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

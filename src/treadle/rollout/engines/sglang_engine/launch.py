@@ -6,8 +6,7 @@ import asyncio
 import os
 
 from treadle.errors import EngineError
-from treadle.models.context import context_length
-from treadle.models.load import kv_heads_of, load_config
+from treadle.models.model_config import context_length, kv_heads_of, load_config
 from treadle.rollout.engines.server_engine import ServerEngine
 from treadle.rollout.engines.server_process import ServerCommand, free_port
 from treadle.rollout.engines.server_start import (
