@@ -35,29 +35,25 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, D] → logits [N, V], in the dtype of the weight."""
+        """Return the logits [N, V] of hidden states [N, D], in the dtype of the weight."""
         return self.finish(F.linear(hidden, self.weight, self.bias))
 
     def finish(self, out: Tensor) -> Tensor:
-        """What comes after the matmul and the bias: scale and soft cap."""
+        """Apply scale and soft cap, which follow the matmul and the bias."""
         if self.scale != 1.0:
             out = out * self.scale
         return out if self.softcap is None else torch.tanh(out / self.softcap) * self.softcap
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    """The output layer of a model, with what its architecture does to the logits afterwards."""
+    """Return the output layer of a model, with what its architecture does to the logits afterwards."""
     layer = model.get_output_embeddings()
     if layer is None:
         raise ModelError(f"{type(model).__name__} has no output embeddings; Treadle trains causal language models")
     config = model.config.get_text_config()
-    scale = 1.0
-    if hasattr(config, "logits_scaling"):  # Granite divides
-        scale = 1.0 / config.logits_scaling
-    elif hasattr(config, "logit_scale"):  # Cohere multiplies
-        scale = config.logit_scale
-    softcap = config.final_logit_softcapping if hasattr(config, "final_logit_softcapping") else None
-    return Head(layer.weight, layer.bias, scale, softcap)
+    # Granite divides, Cohere multiplies.
+    scale = 1.0 / config.logits_scaling if hasattr(config, "logits_scaling") else getattr(config, "logit_scale", 1.0)
+    return Head(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
 
 
 def body_of(model: PreTrainedModel) -> Any:
@@ -100,48 +96,38 @@ def mean_gap(ours: Tensor, own: Tensor) -> float:
     return float((ours - own).abs().mean() / own.std().clamp_min(1e-12))
 
 
-def check_forward(model: PreTrainedModel, tolerance: float) -> None:
-    """Compare our packed forward with the model's own on two short sequences that share a prefix.
+def packed_logits(model: PreTrainedModel, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+    """Return the logits of a packed row, float32 [N, V]."""
+    return head_of(model).logits(hidden_states(model, token_ids, layout.position_ids, PackedAttention(layout))).float()
 
-    Raises `ModelError` where they differ by more than `tolerance` (mean absolute difference of a logit, in standard
-    deviations of the logits), or ours does not run: the architecture mixes tokens or scales logits in a way Treadle
-    does not know, and would be trained wrongly.
+
+@torch.no_grad()
+def check_forward(model: PreTrainedModel, tolerance: float) -> None:
+    """Compare the packed forward pass with the model's own on two short sequences that share a prefix.
+
+    Raises:
+        ModelError: if a logit differs by more than `tolerance` in the mean, in standard deviations of the logits: the
+            architecture mixes tokens or scales logits in a way Treadle does not know, and would be trained wrongly.
     """
+    weight, own = embeddings_of(model), model.config._attn_implementation
+    tokens = (torch.arange(1, 14, device=weight.device) * 7919) % weight.shape[0]
+    ours = packed_logits(model, tokens, PackedLayout((Family(6, (3, 4)),), weight.device))
     try:
-        gap = _forward_gap(model)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever a model's code does with arguments it does not know
-        raise ModelError(
-            f"{type(model).__name__} can't run on a packed row ({error!r}); this architecture is not supported"
-        ) from error
+        model.set_attn_implementation("eager")
+        first, second = (
+            model(torch.cat([tokens[:6], rest])[None]).logits[0].float() for rest in (tokens[6:9], tokens[9:])
+        )
+    finally:
+        model.set_attn_implementation(own)
+    theirs = torch.cat([first, second[6:]])
+    if not torch.isfinite(theirs).all():
+        raise ModelError(f"the logits of {type(model).__name__} are not finite: its weights are damaged")
+    gap = mean_gap(ours, theirs)
     if not gap <= tolerance:
         raise ModelError(
             f"{type(model).__name__}: a packed forward differs from the model's own by {gap:.2g} standard deviations; "
             "this architecture can't be packed and is not supported"
         )
-
-
-def _forward_gap(model: PreTrainedModel) -> float:
-    """How far the logits of two short sequences that share a prefix differ, packed and one by one."""
-    vocab = embeddings_of(model).shape[0]
-    device = embeddings_of(model).device
-    tokens = (torch.arange(1, 14, device=device) * 7919) % vocab
-    prefix, one, two = tokens[:6], tokens[6:9], tokens[9:13]
-    layout = PackedLayout((Family(6, (3, 4)),), device)
-    own = model.config._attn_implementation
-    with torch.no_grad():
-        hidden = hidden_states(model, tokens, layout.position_ids, PackedAttention(layout))
-        ours = head_of(model).logits(hidden).float()
-        try:
-            model.set_attn_implementation("eager")
-            first, second = (model(torch.cat([prefix, rest])[None]).logits[0].float() for rest in (one, two))
-        finally:
-            model.set_attn_implementation(own)
-    theirs = torch.cat([first, second[6:]])
-    if not torch.isfinite(theirs).all():
-        raise ModelError(f"the logits of {type(model).__name__} are not finite: its weights are damaged")
-    return mean_gap(ours, theirs)
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
