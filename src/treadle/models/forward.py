@@ -50,10 +50,10 @@ def head_of(model: PreTrainedModel) -> Head:
     layer = model.get_output_embeddings()
     if layer is None:
         raise ModelError(f"{type(model).__name__} has no output embeddings; Treadle trains causal language models")
-    config = model.config.get_text_config()
+    text = model.config.get_text_config()
     # Granite divides, Cohere multiplies.
-    scale = 1.0 / config.logits_scaling if hasattr(config, "logits_scaling") else getattr(config, "logit_scale", 1.0)
-    return Head(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
+    scale = 1.0 / text.logits_scaling if hasattr(text, "logits_scaling") else getattr(text, "logit_scale", 1.0)
+    return Head(layer.weight, layer.bias, scale, getattr(text, "final_logit_softcapping", None))
 
 
 def body_of(model: PreTrainedModel) -> Any:

@@ -105,9 +105,9 @@ def _check_sizes(path: str, config: PretrainedConfig) -> None:
             )
 
 
-def kv_heads_of(config: PretrainedConfig) -> tuple[int, int]:
+def kv_heads_of(hf_config: PretrainedConfig) -> tuple[int, int]:
     """Return the number of key/value heads of a layer, and their size; the largest of both if layers differ."""
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    layers = hf_config.per_layer_config if getattr(hf_config, "is_heterogeneous", False) else [hf_config]
     heads = max(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers)
     sizes = [getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers]
     return int(heads), int(max(sizes))
