@@ -44,7 +44,7 @@ class CriticActor(RankActor):
         batch = replace(batch, returns=numbers_at(share.places, returns))
         with self._lost_named(f"training on rollout {rollout_id}"):
             metrics = self._critic.train(batch, passes)
-        return Trained([*metrics, *self._memory(self._grid.device, reports_current=False)], self._notes.take())
+        return Trained([*metrics, *self._memory(reports_current=False)], self._notes.take())
 
     def write(self, folder: Path, name: str) -> tuple[Path, int]:
         """Write the critic with all ranks into the save folder; return where it is and how many steps it has taken."""
@@ -54,10 +54,10 @@ class CriticActor(RankActor):
 
     def sleep(self) -> float:
         """Move weights and optimizer off the device, nothing on a CPU; return the peak memory of the turn that ends, in GiB."""
-        return self._end_turn(self._grid.device, lambda: self._host.sleep(self._critic.tensors()))
+        return self._end_turn(lambda: self._host.sleep(self._critic.tensors()))
 
     def wake(self) -> float:
-        return self._end_turn(self._grid.device, self._host.wake)
+        return self._end_turn(self._host.wake)
 
     def _lost_named(self, doing: str) -> Any:
         return lost_ranks_are_named(doing, self._grid.world.rank, self._grid.world.size)

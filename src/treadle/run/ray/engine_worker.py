@@ -33,8 +33,8 @@ class EngineActor(WorkerActor):
         self._index = index
         self._engine: Engine | None = None
         # Memory is measured of engines that compute in this process; a server has its own.
-        self._device = None if is_server(setup.config) else pick_device(setup.config.model.device).type
-        self._memory, self._compute = PeakMemory(), ComputeThread()
+        self._memory = None if is_server(setup.config) else PeakMemory(pick_device(setup.config.model.device).type)
+        self._compute = ComputeThread()
 
     @property
     def engine(self) -> Engine:
@@ -45,7 +45,7 @@ class EngineActor(WorkerActor):
         """Load the model; the engine generates only after its first weights. Return the processes that receive them."""
         config, model_path = self._setup.config, self._setup.model_path
         codec = await asyncio.to_thread(load_codec, model_path)
-        if self._device is None:
+        if self._memory is None:
             logs = Path(tempfile.mkdtemp(prefix="treadle-engine-"))
             self._engine = await open_server(config, ServerPlace(model_path, codec, logs), self._index)
         else:
@@ -87,7 +87,7 @@ class EngineActor(WorkerActor):
         return peak
 
     def _turn(self) -> float | None:
-        return None if self._device is None else self._memory.turn(self._device)
+        return None if self._memory is None else self._memory.turn()
 
     async def health(self) -> None:
         await self.engine.health()

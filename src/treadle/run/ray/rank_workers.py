@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-import torch
-
 from treadle.metrics import Metric
 from treadle.models.load import pick_device
 from treadle.run.memory import PeakMemory
 from treadle.run.ray.calls import Call, all_in_time
 from treadle.run.ray.placement import Bundle, Places, worker_options
 from treadle.run.ray.worker import HEALTH_CHECKS, BusyWorker, Note, WorkerActor, WorkerSetup
-from treadle.run.state import set_random_state
+from treadle.run.resume import set_random_state
 from treadle.training.checkpoint import Checkpoint, find_checkpoint
 from treadle.training.parallel import Grid, ParallelSpec, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
@@ -53,7 +51,6 @@ class RankActor(WorkerActor):
     def __init__(self, setup: WorkerSetup):
         super().__init__(setup)
         self._rendezvous_folder: Path | None = None
-        self._peak_memory = PeakMemory()
 
     def rendezvous(self, address: str, *, on_one_node: bool) -> Path | int:
         """Return where the ranks can find each other.
@@ -75,6 +72,7 @@ class RankActor(WorkerActor):
     def _join(self, group: Rendezvous) -> Grid:
         spec = ParallelSpec.of(self._config, group.size)
         device = pick_device(self._config.model.device)
+        self._peak_memory = PeakMemory(device.type)
         if spec.num_ranks > 1:
             seconds = spec.timeout_seconds
             join_ranks(
@@ -88,19 +86,19 @@ class RankActor(WorkerActor):
         set_random_state(found.entry("random", dict))
         return found
 
-    def _end_turn(self, device: torch.device, move: Callable[[], object]) -> float:
+    def _end_turn(self, move: Callable[[], object]) -> float:
         """Have `move` free memory for others or take it back, and return the peak memory of the turn before, in GiB.
 
         The move itself counts for neither turn.
         """
-        peak = self._peak_memory.turn(device.type)
+        peak = self._peak_memory.turn()
         move()
-        self._peak_memory.turn(device.type)
+        self._peak_memory.turn()
         return peak
 
-    def _memory(self, device: torch.device, *, reports_current: bool) -> list[Metric]:
+    def _memory(self, *, reports_current: bool) -> list[Metric]:
         """Return the peak memory of this process, and on the rank that reports it what it is now."""
-        now, peak = self._peak_memory.metrics(device.type)
+        now, peak = self._peak_memory.metrics()
         return [now, peak] if reports_current else [peak]
 
 

@@ -15,15 +15,14 @@ from treadle.models.context import context_length
 from treadle.models.load import load_config
 from treadle.rollout.engines.base import EnginePart
 from treadle.rollout.engines.pool import EnginePool, OnPublish
-from treadle.rollout.filters import load_filter
 from treadle.run import build
 from treadle.run.loop import Collection
 from treadle.run.ray.engine_worker import EngineActor, RemoteEngine
 from treadle.run.ray.placement import Places, worker_options
 from treadle.run.ray.worker import Note, Worker, WorkerActor, WorkerSetup
-from treadle.run.rollouts import Generation, Rollouts
+from treadle.run.resume import random_state, set_random_state
+from treadle.run.rollouts import Rollouts
 from treadle.run.servers import is_server, pool_limits
-from treadle.run.state import random_state, set_random_state
 from treadle.types import Group
 from treadle.weights import Offer
 
@@ -67,8 +66,7 @@ class RolloutActor(WorkerActor):
         """Start engines and rewards, and load the evaluation sets."""
         config, cluster = self._config, self._config.cluster
         starting = [asyncio.create_task(self._start_engine(i)) for i in range(cluster.num_engines)]
-        scorer = await build.open_scorer(config, config.reward, self._stack)
-        sets = await build.open_eval_sets(config, self._codec, self._setup.max_prompt, scorer, self._stack)
+        scoring = await build.open_scoring(config, self._codec, self._setup.max_prompt, self._stack)
         engines: list[RemoteEngine | None] = []
         for task in starting:
             try:
@@ -79,9 +77,10 @@ class RolloutActor(WorkerActor):
         self._pool = EnginePool(engines, self._start_engine, pool_limits(config), self._notes.warn)
         self._stack.push_async_callback(self._pool.close)
         context = context_length(load_config(self._setup.model_path))
-        manager = await build.open_manager(config, self.pool, self._codec, context, self._stack)
-        keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
-        self._rollouts = Rollouts(config, Generation(manager, self._source, scorer, sets, keep), self._show)
+        generation = await build.open_generation(
+            config, self.pool, self._codec, context, self._source, scoring, self._stack
+        )
+        self._rollouts = Rollouts(config, generation, self._show)
 
     def _show(self, phase: str, done: int, total: int) -> None:
         self._phase = (phase, done, total)

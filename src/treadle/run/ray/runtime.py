@@ -16,8 +16,6 @@ from typing import Any
 from treadle.config import Config
 from treadle.errors import WorkerLostError
 from treadle.metrics import Metric
-from treadle.run import build
-from treadle.run.differences import check_supplies
 from treadle.run.lease import Lease
 from treadle.run.loop import Schedule, train_loop
 from treadle.run.parts import Parts
@@ -32,7 +30,7 @@ from treadle.run.ray.train_workers import TrainGroup
 from treadle.run.ray.worker import Worker, WorkerSetup, while_alive
 from treadle.run.record import Outputs
 from treadle.run.servers import transport_name
-from treadle.run.session import Session, finish, is_finished, open_outputs, schedule_of
+from treadle.run.session import Session, check_training, finish, is_finished, open_outputs, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.checkpoint import PREFIX, find_checkpoint
 from treadle.weights import TransportPlan, choose_transport
@@ -67,7 +65,7 @@ async def train_on_cluster(session: Session, recipe_name: str, stop: Stop) -> di
     """Train over workers; after a lost one, go on from the last checkpoint of this run. Returns the summary."""
     began = time.perf_counter()
     progress, most = session.progress, session.config.cluster.max_restarts
-    attempt = _Attempt(session, recipe_name, stop, teacher=_teacher(session))
+    attempt = _Attempt(session, recipe_name, stop, teacher=check_training(session))
     summary: dict[str, Any] = {}
     with ray_running(session.config.cluster, progress) as can_grow:
         try:
@@ -87,13 +85,6 @@ async def train_on_cluster(session: Session, recipe_name: str, stop: Stop) -> di
                 seconds = time.perf_counter() - began
                 summary = finish(attempt.outputs.folder, recipe_name, seconds, attempt.finished_after)
     return summary
-
-
-def _teacher(session: Session) -> str | None:
-    """The teacher's folder; what is wrong with the objective or with it is told before any worker starts."""
-    if not session.config.debug.debug_rollout_only:
-        check_supplies(build.resolve_objective(session.config), session.checkpoint)
-    return build.find_teacher(session.config, session.codec, session.max_prompt)
 
 
 class _Attempt:
@@ -186,7 +177,7 @@ def _start_workers(session: Session, places: Places, teacher: str | None) -> Wor
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     config, progress = session.config, session.progress
-    setup = WorkerSetup.here(config, session.policy_path, session.max_prompt)
+    setup = WorkerSetup(config, session.policy_path, session.files.max_prompt)
     rollouts = trainer = None
     turns: list[Metric] = []
     if places.engines:

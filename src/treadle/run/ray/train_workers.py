@@ -8,7 +8,6 @@ of its own trains beside them: values and returns go from rank to rank through t
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from treadle.chat import load_codec
-from treadle.config import batch_arithmetic, recorded
+from treadle.config import batch_arithmetic
 from treadle.metrics import Metric, metric
 from treadle.observe.progress import Progress
 from treadle.run import build
@@ -29,9 +28,8 @@ from treadle.run.ray.critic_workers import CriticActor
 from treadle.run.ray.placement import Places
 from treadle.run.ray.rank_workers import RankActor, RankGroup, Rendezvous, Trained
 from treadle.run.ray.worker import BusyWorker, WorkerSetup, show_notes
-from treadle.run.state import random_state
-from treadle.training.checkpoint import Checkpoint, save_checkpoint
-from treadle.training.critic import FOLDER as CRITIC_FOLDER
+from treadle.run.resume import save_trainer
+from treadle.training.checkpoint import Checkpoint
 from treadle.training.rollout_plan import Planner, RankShare, TokenNumbers, numbers_at
 from treadle.training.trainer import Rollout
 from treadle.types import Group
@@ -91,7 +89,7 @@ class TrainActor(RankActor):
         return self._trained(self._trainer.take_steps(rollout, rollout_id))
 
     def _trained(self, metrics: Sequence[Any]) -> Trained:
-        memory = self._memory(self._trainer.device, reports_current=self._trainer.policy.grid.is_first)
+        memory = self._memory(reports_current=self._trainer.policy.grid.is_first)
         return Trained([*metrics, *memory], self._notes.take())
 
     def save(self, folder: Path, done: int, state: dict[str, Any], critic: Path | None) -> None:
@@ -108,29 +106,9 @@ class TrainActor(RankActor):
                 write(path)
             return
 
-        def write_model(path: Path) -> None:
-            told.tell("model", path)
-            trainer.write_model(path)
-            load_codec(self._setup.model_path).save(path)
-
-        def write_rest(path: Path) -> None:
-            told.tell("rest", path)
-            trainer.write_rest(path)
-            if critic is not None:
-                os.replace(critic, path / CRITIC_FOLDER)
-
-        own = {**trainer.state(), "random": random_state(), "dtype": self._config.model.dtype}
         try:
-            save_checkpoint(
-                folder,
-                done,
-                write_model=write_model,
-                write_rest=write_rest,
-                optimizer=None if trainer.policy.is_sharded else trainer.optimizer.state_tensors(),
-                state={**own, **state},
-                config=recorded(self._config),
-                keep=self._config.checkpoint.keep_checkpoints,
-            )
+            save_codec = load_codec(self._setup.model_path).save
+            save_trainer(trainer, save_codec, folder, done, state, announce=told.tell, critic=critic)
         finally:
             told.end()
             if critic is not None:
@@ -164,10 +142,10 @@ class TrainActor(RankActor):
 
     def sleep(self) -> float:
         """Move weights and optimizer off the device, nothing on a CPU; the most memory of the turn that ends, in GiB."""
-        return self._end_turn(self._trainer.device, self._trainer.sleep)
+        return self._end_turn(self._trainer.sleep)
 
     def wake(self) -> float:
-        return self._end_turn(self._trainer.device, self._trainer.wake)
+        return self._end_turn(self._trainer.wake)
 
     def close(self) -> None:
         if self._sender is not None:

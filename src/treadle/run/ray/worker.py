@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -22,7 +22,7 @@ from treadle.config import Config
 from treadle.errors import ConfigError, WorkerLostError
 from treadle.observe.progress import Progress
 from treadle.run.ray.calls import LOSS_SECONDS, Call
-from treadle.run.state import seed_everything
+from treadle.run.resume import seed_everything
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -66,13 +66,8 @@ class WorkerSetup:
     config: Config
     model_path: str
     max_prompt: int
-    folder: Path  # where the run was started: relative paths of the configuration are from here
-    import_paths: tuple[str, ...]
-
-    @classmethod
-    def here(cls, config: Config, model_path: str, max_prompt: int) -> WorkerSetup:
-        """Return the setup of a run that this process started."""
-        return cls(config, model_path, max_prompt, Path.cwd(), tuple(sys.path))
+    folder: Path = field(default_factory=Path.cwd)  # relative paths of the configuration are from here
+    import_paths: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
 
 
 class WorkerActor:
