@@ -24,9 +24,8 @@ import pytest
 from treadle.config import Config
 from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError, WorkerLostError
 from treadle.run.ray import placement
-from treadle.run.ray.calls import Call
-from treadle.run.ray.rank_workers import RankActor
-from treadle.run.ray.worker import HEALTH_CHECKS, BusyWorker, while_alive
+from treadle.run.ray.train_workers import RankActor
+from treadle.run.ray.worker import HEALTH_CHECKS, BusyWorker, Call, while_alive
 from treadle.storage.private_folder import cache_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

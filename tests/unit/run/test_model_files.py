@@ -62,7 +62,8 @@ def wide_tokenizer(tiny_model_dir: Path, tmp_path: Path) -> Path:
 
 def settings(folder: Path, *argv: str):
     data = ["--prompt-data", "reasoning_gym:chain_sum?size=4", "--input-key", "question", "--label-key", "answer"]
-    return load_config(None, ["--hf-checkpoint", str(folder), "--num-rollout", "1", "--rm-type", "math", *data, *argv])
+    data += ["--num-rollout", "1", "--rm-type", "math"]
+    return load_config(None, ["--hf-checkpoint", str(folder), "--rollout-max-response-len", "8", *data, *argv])
 
 
 def test_what_the_tokenizer_knows(padded: Path) -> None:
@@ -138,6 +139,7 @@ def test_what_does_not_fit_the_context_is_refused_with_its_numbers(make_config, 
 
 def test_models_are_checked_if_the_run_loads_them(make_config, tiny_model_dir) -> None:
     named = {"hf_checkpoint": str(tiny_model_dir), "ref_load": "/nowhere/ref", "critic_load": "/nowhere/critic"}
+    named["rollout_max_response_len"] = 8
     find_model_files(make_config(**named))
     find_model_files(make_config(**named, use_kl_loss=True, debug_rollout_only=True))
     for fields, missing in (({"use_kl_loss": True}, "ref"), ({"advantage_estimator": "ppo"}, "critic")):

@@ -16,8 +16,7 @@ from treadle.rollout.engines.base import Engine, EnginePart
 from treadle.run import build
 from treadle.run.compute import ComputeThread
 from treadle.run.memory import PeakMemory
-from treadle.run.ray.calls import Call
-from treadle.run.ray.worker import Worker, WorkerActor, WorkerSetup
+from treadle.run.ray.worker import Call, Worker, WorkerActor, WorkerSetup
 from treadle.run.servers import ServerPlace, is_server, open_server
 from treadle.types import Completion, SamplingParams
 from treadle.weights import Offer

@@ -13,7 +13,7 @@ from typing import Any
 
 from treadle.config import ClusterSection, Config
 from treadle.errors import ConfigError, DeadlineError
-from treadle.run.ray.calls import Call
+from treadle.run.ray.worker import Call
 
 SAY_EVERY_SECONDS = 10.0
 _PROBE_SECONDS = 120.0

@@ -19,7 +19,7 @@ from treadle.run import build
 from treadle.run.loop import Collection
 from treadle.run.ray.engine_worker import EngineActor, RemoteEngine
 from treadle.run.ray.placement import Places, worker_options
-from treadle.run.ray.worker import Note, Worker, WorkerActor, WorkerSetup
+from treadle.run.ray.worker import Worker, WorkerActor, WorkerSetup
 from treadle.run.resume import random_state, set_random_state
 from treadle.run.rollouts import Rollouts
 from treadle.run.servers import is_server, pool_limits
@@ -29,11 +29,11 @@ from treadle.weights import Offer
 
 @dataclass(frozen=True)
 class RolloutStatus:
-    """What the driver sees of the rollout worker while it waits: the phase, its notes, and whether an engine that was
+    """What the driver sees of the rollout worker while it waits: the phase, its warnings, and whether an engine that was
     restarted waits for a publish."""
 
     phase: tuple[str, int, int] | None
-    notes: list[Note]
+    warnings: list[str]
     wants_weights: bool
 
 
@@ -58,7 +58,7 @@ class RolloutActor(WorkerActor):
     async def load(self) -> int:
         """Read the prompts; how many there are."""
         config, codec, longest = self._config, self._codec, self._setup.max_prompt
-        source = await asyncio.to_thread(build.load_source, config, codec, longest, self._notes.warn)
+        source = await asyncio.to_thread(build.load_source, config, codec, longest, self._warnings.warn)
         self._source = source
         return len(source)
 
@@ -72,9 +72,9 @@ class RolloutActor(WorkerActor):
             try:
                 engines.append(await task)
             except EngineLostError as error:  # the pool starts it again
-                self._notes.warn(str(error))
+                self._warnings.warn(str(error))
                 engines.append(None)
-        self._pool = EnginePool(engines, self._start_engine, pool_limits(config), self._notes.warn)
+        self._pool = EnginePool(engines, self._start_engine, pool_limits(config), self._warnings.warn)
         self._stack.push_async_callback(self._pool.close)
         context = context_length(load_config(self._setup.model_path))
         generation = await build.open_generation(
@@ -156,7 +156,7 @@ class RolloutActor(WorkerActor):
         self._source.next_prompts(rollouts * self._config.rollout.rollout_batch_size)
 
     async def status(self) -> RolloutStatus:
-        return RolloutStatus(self._phase, self._notes.take(), self._pool is not None and self._pool.wants_weights)
+        return RolloutStatus(self._phase, self._warnings.take(), self._pool is not None and self._pool.wants_weights)
 
     async def close(self) -> None:
         await self._stack.aclose()

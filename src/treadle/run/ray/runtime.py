@@ -19,15 +19,14 @@ from treadle.metrics import Metric
 from treadle.run.lease import Lease
 from treadle.run.loop import Schedule, train_loop
 from treadle.run.parts import Parts
-from treadle.run.ray.calls import Call
 from treadle.run.ray.connection import ray_running
 from treadle.run.ray.placement import Places, place, release, until_gone
 from treadle.run.ray.publisher import ClusterPublisher
-from treadle.run.ray.rank_workers import RankActor
 from treadle.run.ray.remote_rollouts import RemoteRollouts
 from treadle.run.ray.rollout_worker import RolloutActor
-from treadle.run.ray.train_workers import TrainGroup
-from treadle.run.ray.worker import Worker, WorkerSetup, while_alive
+from treadle.run.ray.train_group import TrainGroup
+from treadle.run.ray.train_workers import RankActor
+from treadle.run.ray.worker import Call, Worker, WorkerSetup, while_alive
 from treadle.run.record import Outputs
 from treadle.run.servers import transport_name
 from treadle.run.session import Session, check_training, finish, is_finished, open_outputs, schedule_of
