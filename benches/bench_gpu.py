@@ -92,7 +92,7 @@ def bench_generate(model: Any, work: dict[str, int], peak: dict[str, float], dev
 
     def run() -> int:
         runner = ModelRunner(model, EngineLimits(rows, 16 << 30))
-        line = Scheduler(runner.memory, frozenset({0}), lambda ids: "")
+        line = Scheduler(runner.store, frozenset({0}), lambda ids: "")
         for seed in range(work["prompts"]):
             prompt = [draw.randrange(1, model.config.vocab_size) for _ in range(work["prompt"])]
             sampling = SamplingParams(work["new"], temperature=1.0, ignore_eos=True, seed=seed)

@@ -295,6 +295,43 @@ REWARDS = _table(
 # fmt: on
 
 
+# Engines
+
+
+@dataclass(frozen=True)
+class EngineRecord(Record):
+    """An engine. `title` is the name of its server, `owned` are the server's arguments that Treadle sets itself."""
+
+    title: str = ""
+    owned: frozenset[str] = frozenset()
+
+
+ENGINES = _table(
+    EngineRecord("torch", "Treadle's own engine, on the trainer's weights"),
+    EngineRecord(
+        "vllm",
+        "a vLLM server",
+        title="vLLM",
+        owned=frozenset(
+            """model host port dtype seed max_num_seqs logprobs_mode weight_transfer_config enable_scale_out
+            served_model_name api_key root_path""".split()
+        ),
+    ),
+    EngineRecord(
+        "sglang",
+        "an SGLang server",
+        title="SGLang",
+        owned=frozenset(
+            """model_path model host port dtype random_seed max_running_requests device skip_tokenizer_init
+            served_model_name api_key admin_api_key weight_version is_embedding""".split()
+        ),
+    ),
+)
+"""Names for `rollout_engine`."""
+SERVERS = {name: record for name, record in ENGINES.items() if record.title}
+"""Engines that are servers; each has a table of arguments, `[engine.NAME]`."""
+
+
 # Weight transports
 
 

@@ -7,7 +7,6 @@ have a new version, and what it can't do. An engine that is a server is started 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -18,13 +17,12 @@ import pytest
 import torch
 
 from treadle.rollout.engines.base import Engine
-from treadle.rollout.engines.server_engine import Dialect, ServerEngine, ServerLimits
-from treadle.rollout.engines.server_start import Client, ServerLaunch
-from treadle.rollout.engines.sglang_engine import SglangDialect, connect_sglang, start_sglang
-from treadle.rollout.engines.sglang_engine.dialect import ServedModel
+from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings
+from treadle.rollout.engines.server_kind import ServerKind, ServerLaunch
+from treadle.rollout.engines.sglang_engine.launch import SGLANG
 from treadle.rollout.engines.torch_engine.engine import TorchEngine
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
-from treadle.rollout.engines.vllm_engine import VllmDialect, connect_vllm, start_vllm
+from treadle.rollout.engines.vllm_engine.launch import VLLM
 
 SECONDS = 60.0  # a whole test; nothing here may wait for ever
 
@@ -56,37 +54,21 @@ async def set_version(engine, version):
 
 @dataclass(frozen=True)
 class ServerCase:
-    """One kind of server: what speaks with one of the model in a folder, how it is started and reached, and the arguments
-    that make it small. `python` is the fixture that names its interpreter."""
+    """One kind of server, and the arguments that make it small. `python` is the fixture that names its interpreter."""
 
     python: str
-    dialect: Callable[[Path], Dialect]
-    start: Callable[..., Awaitable[ServerEngine]]
-    connect: Callable[..., Awaitable[ServerEngine]]
+    kind: ServerKind
     arguments: dict[str, str | bool]
 
-    def client(self, model_dir: Path, **limits: float) -> Client:
-        return Client(self.dialect(model_dir), {0}, ServerLimits(CONTEXT, **limits))
-
-
-def sglang_dialect(model_dir):
-    tied = json.loads((model_dir / "config.json").read_text())["tie_word_embeddings"]
-    return SglangDialect(ServedModel(model_dir, torch.float32, tied))
+    def settings(self, model_dir: Path, **seconds: float) -> ServerSettings:
+        return ServerSettings(self.kind.dialect(model_dir, torch.float32, "cpu"), {0}, CONTEXT, **seconds)
 
 
 SERVERS = {
-    "vllm": ServerCase(
-        "vllm_python",
-        lambda folder: VllmDialect(),
-        start_vllm,
-        connect_vllm,
-        {"enforce-eager": True, "max-model-len": str(CONTEXT)},
-    ),
+    "vllm": ServerCase("vllm_python", VLLM, {"enforce-eager": True, "max-model-len": str(CONTEXT)}),
     "sglang": ServerCase(
         "sglang_python",
-        sglang_dialect,
-        start_sglang,
-        connect_sglang,
+        SGLANG,
         {"attention-backend": "torch_native", "disable-overlap-schedule": True, "disable-cuda-graph": True},
     ),
 }
@@ -95,8 +77,8 @@ SERVERS = {
 def make_server_engine(kind):
     def make(server, codec, max_rows):
         address, model_dir = server
-        client = replace(SERVERS[kind].client(model_dir), eos_token_ids=codec.eos_token_ids)
-        return client.engine(address, kind)
+        settings = replace(SERVERS[kind].settings(model_dir), eos_token_ids=codec.eos_token_ids)
+        return ServerEngine(address, kind, settings)
 
     return make
 
@@ -124,21 +106,9 @@ def server_kind(request) -> str:
 
 
 @pytest.fixture(scope="session")
-def client_of() -> Callable[..., Client]:
-    """`client_of(kind, model_dir, answer_seconds=30)`: how the tests speak with a server of that model."""
-    return lambda kind, model_dir, **limits: SERVERS[kind].client(model_dir, **limits)
-
-
-@pytest.fixture(scope="session")
-def start_server() -> Callable[[str], Callable[..., Awaitable[ServerEngine]]]:
-    """`await start_server(kind)(launch, client, name)`."""
-    return lambda kind: SERVERS[kind].start
-
-
-@pytest.fixture(scope="session")
-def connect_server() -> Callable[[str], Callable[..., Awaitable[ServerEngine]]]:
-    """`await connect_server(kind)(address, client, seconds=…)`."""
-    return lambda kind: SERVERS[kind].connect
+def settings_of() -> Callable[..., ServerSettings]:
+    """`settings_of(kind, model_dir, answer_seconds=30)`: how the tests speak with a server of that model."""
+    return lambda kind, model_dir, **seconds: SERVERS[kind].settings(model_dir, **seconds)
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +135,7 @@ def shared_server(launch_server, wide_model_dir) -> Iterator[Callable[[str], tup
     def find(kind: str) -> tuple[str, Path]:
         if kind not in started:
             started[kind] = asyncio.run(_started(kind, launch_server(kind, wide_model_dir), wide_model_dir))
-        return started[kind].address, wide_model_dir
+        return started[kind].client.address, wide_model_dir
 
     yield find
     for engine in started.values():
@@ -174,7 +144,7 @@ def shared_server(launch_server, wide_model_dir) -> Iterator[Callable[[str], tup
 
 
 async def _started(kind: str, launch: ServerLaunch, model_dir: Path) -> ServerEngine:
-    engine = await SERVERS[kind].start(launch, SERVERS[kind].client(model_dir))
+    engine = await SERVERS[kind].kind.start(launch, SERVERS[kind].settings(model_dir))
     await engine.set_version(0)
     return engine
 

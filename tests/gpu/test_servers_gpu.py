@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from treadle.errors import EngineError
-from treadle.rollout.engines.server_engine import ServerLimits
-from treadle.rollout.engines.server_start import Client, ServerLaunch
-from treadle.rollout.engines.sglang_engine import SglangDialect, start_sglang
-from treadle.rollout.engines.sglang_engine.dialect import ServedModel
-from treadle.rollout.engines.vllm_engine import VllmDialect, start_vllm
+from treadle.rollout.engines.server_engine import ServerSettings
+from treadle.rollout.engines.server_kind import ServerLaunch
 from treadle.run.servers import KINDS
 from treadle.types import SamplingParams
 from treadle.weights import SentWeights, broadcast, sglang_group
@@ -82,12 +79,11 @@ def test_logprobs_after_a_push_to_a_server_on_a_gpu(engine_kind, kind, tied, req
     model.to("cuda:1" if kind == "nccl" else "cuda:0")
     python, log = request.getfixturevalue(f"{engine_kind}_python"), tmp_path / "server.log"
     launch = ServerLaunch(python, str(folder), "float32", "cuda", log, 600, arguments=SMALL[engine_kind])
-    dialects = {"vllm": VllmDialect(), "sglang": SglangDialect(ServedModel(folder, torch.float32, tied))}
-    client = Client(dialects[engine_kind], {0}, ServerLimits(CONTEXT, sleeps=True))
-    start = {"vllm": start_vllm, "sglang": start_sglang}[engine_kind]
+    server = KINDS[engine_kind]
+    settings = ServerSettings(server.dialect(folder, torch.float32, "cuda"), {0}, CONTEXT, sleeps=True)
 
     async def main() -> None:
-        engine = await start(launch, client)
+        engine = await server.start(launch, settings)
         sender = sender_of(engine_kind, kind, SentWeights(dict(model.named_parameters())))
         try:
             for version in (1, 1, 2, 5):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treadle.catalog import SERVERS
 from treadle.config.conditions import shown
 from treadle.config.fields import ConfigField, config_fields, section_models
 from treadle.config.recipe import Values
@@ -14,7 +15,7 @@ from treadle.config.values import first_few, written
 from treadle.errors import ConfigError
 from treadle.registry import nearest
 
-_ENGINE_ARGUMENT = re.compile(r"--(vllm|sglang)-([\w.-]+)")
+_ENGINE_ARGUMENT = re.compile(rf"--({'|'.join(SERVERS)})-([\w.-]+)")
 _NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
 

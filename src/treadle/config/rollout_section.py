@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from treadle.catalog import REWARDS, reward_names
+from treadle.catalog import ENGINES, REWARDS, SERVERS, reward_names
 from treadle.config.conditions import absent, choice, compared, given, when
-from treadle.config.section import Section, seconds, setting
+from treadle.config.section import Section, seconds, setting, with_fields
 
 EngineValue = str | bool | int | float | tuple[str, ...]
 
 _FILTER = given("group_filter")
 _ENVIRONMENT = given("custom_env_path", warn=True)
 _STARTED = absent("rollout_external_engine_addrs", "those servers run already", warn=True, together=True)
-_SERVER = choice("rollout_engine", "vllm", "sglang", together=True)
+_SERVER = choice("rollout_engine", *SERVERS, together=True)
 
 
 class RolloutSection(Section):
@@ -39,7 +37,7 @@ class RolloutSection(Section):
     """Token ids that end a sample, beside the model's own."""
     rollout_seed: int = setting(42, ge=0)
     """Seed of the prompt order and of every sample."""
-    rollout_engine: Literal["torch", "vllm", "sglang"] = "torch"
+    rollout_engine: str = setting("torch", names=ENGINES)
     """What generates: `torch` is the embedded engine, on the trainer's own weights; `vllm` and `sglang` are servers."""
     group_filter: str | None = setting(None, path=True)
     """Drop groups and draw others instead: zero_signal (dynamic sampling), any_failed, or the path of your own."""
@@ -80,6 +78,20 @@ class RolloutSection(Section):
     """Deadline of one rollout's generation and scoring."""
 
 
+@with_fields(
+    {
+        name: (
+            dict[str, EngineValue],
+            setting(
+                dict,
+                choice("rollout_engine", name, together=True),
+                _STARTED,
+                help=f"Arguments of {record.title}'s server by their own names; as flags `--{name}-NAME VALUE`, `--{name}-NAME`.",
+            ),
+        )
+        for name, record in SERVERS.items()
+    }
+)
 class EngineSection(Section):
     """The server that generates, if rollout_engine is not torch."""
 
@@ -92,14 +104,10 @@ class EngineSection(Section):
     max_logprob_diff: float = setting(0.1, gt=0)
     """Warn if the mean gap between the trainer's and the engine's logprobs is above this (nats). bfloat16 alone makes up
     to 0.05."""
-    vllm: dict[str, EngineValue] = setting(dict, choice("rollout_engine", "vllm", together=True), _STARTED)
-    """Arguments of vLLM's server by their own names; as flags `--vllm-NAME VALUE`, `--vllm-enforce-eager`."""
-    sglang: dict[str, EngineValue] = setting(dict, choice("rollout_engine", "sglang", together=True), _STARTED)
-    """Arguments of SGLang's server by their own names; as flags `--sglang-NAME VALUE`, `--sglang-disable-cuda-graph`."""
 
     def arguments(self, kind: str) -> dict[str, EngineValue]:
         """Return the arguments for a server of this kind; none for the torch engine."""
-        return {"vllm": self.vllm, "sglang": self.sglang}.get(kind, {})
+        return dict(self).get(kind, {})
 
 
 class RewardSection(Section):

@@ -6,28 +6,17 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from treadle.catalog import SERVERS
 from treadle.config.findings import Finding, fault, rule
 from treadle.config.secrets import secret_names
 from treadle.config.sections import Config
 from treadle.config.values import written
 
-TAKEN = {
-    "vllm": frozenset(
-        """model host port dtype seed max_num_seqs logprobs_mode weight_transfer_config enable_scale_out served_model_name
-        api_key root_path""".split()
-    ),
-    "sglang": frozenset(
-        """model_path model host port dtype random_seed max_running_requests device skip_tokenizer_init served_model_name
-        api_key admin_api_key weight_version is_embedding""".split()
-    ),
-}
-"""Arguments of a server that Treadle gives itself, or that it would not reach the server with."""
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-
 
 @rule("all")
 def arguments_of_servers_are_safe(config: Config) -> Iterator[Finding]:
-    for kind, taken in TAKEN.items():
+    for kind, record in SERVERS.items():
+        taken = record.owned
         given = {name.replace("-", "_"): value for name, value in config.engine.arguments(kind).items()}
         for name in taken & given.keys():
             yield fault(
@@ -89,8 +78,8 @@ def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
 @rule("all")
 def servers_receive_by_their_transports(config: Config) -> Iterator[Finding]:
     transport, kind = config.cluster.weight_transport, config.rollout.rollout_engine
-    if transport == "disk-delta" and kind in NAMES:
+    if transport == "disk-delta" and kind in SERVERS:
         yield fault(
-            f"weight_transport = {transport} does not reach servers of {NAMES[kind]}; take shm (one machine), broadcast (a "
+            f"weight_transport = {transport} does not reach servers of {SERVERS[kind].title}; take shm (one machine), broadcast (a "
             "network) or disk (a shared folder)"
         )

@@ -82,6 +82,12 @@ def with_parameters(*tables: Mapping[str, Record]) -> Callable[[S], S]:
             declared = setting(parameter.default, read_by(table, parameter.name), help=parameter.help, **bounds)
             fields[parameter.name] = (float, declared)
 
+    return with_fields(fields)
+
+
+def with_fields(fields: Mapping[str, Any]) -> Callable[[S], S]:
+    """Return a decorator that gives a section these fields, each a type and what `setting` returned."""
+
     def extend(model: S) -> S:
         extended: Any = create_model(
             model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,19 +21,16 @@ from treadle.models.context import context_length, context_note
 from treadle.models.load import compute_dtype, load_config, name_of, pick_device
 from treadle.models.trainable import FULL
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
-from treadle.rollout.engines.server_engine import Dialect, ServerEngine, ServerLimits
-from treadle.rollout.engines.server_start import Client, ServerLaunch
-from treadle.rollout.engines.sglang_engine import SglangDialect, connect_sglang, start_sglang
-from treadle.rollout.engines.sglang_engine.dialect import ServedModel
-from treadle.rollout.engines.vllm_engine import VllmDialect, connect_vllm, start_vllm
+from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings
+from treadle.rollout.engines.server_kind import ServerKind, ServerLaunch
+from treadle.rollout.engines.sglang_engine.launch import SGLANG
+from treadle.rollout.engines.vllm_engine.launch import VLLM
 from treadle.weights import (
     Publisher,
     SentWeights,
     TransportPlan,
-    broadcast,
     choose_transport,
     open_sender,
-    sglang_group,
 )
 from treadle.weights.publisher import LocalSource
 
@@ -64,40 +61,15 @@ def pool_limits(config: Config) -> PoolLimits:
 async def open_server(config: Config, place: ServerPlace, index: int) -> ServerEngine:
     """Start server `index`, or reach the one that runs; raises `EngineError` or `DeadlineError`."""
     kind = KINDS[config.rollout.rollout_engine]
-    client = Client(kind.dialect(config, place), place.codec.eos_token_ids, _limits(config, place, kind))
+    settings = _settings(config, place, kind)
     addresses = config.engine.rollout_external_engine_addrs
     if addresses:
         seconds = config.engine.engine_start_timeout_seconds
-        return await kind.connect(addresses[index], client, seconds=seconds)
-    return await kind.start(_launch(config, place, index), client, f"{kind.name} engine {index}")
+        return await kind.connect(addresses[index], settings, seconds=seconds)
+    return await kind.start(_launch(config, place, index), settings, f"{kind.name} engine {index}")
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of server: `length_argument` of its own sets the context, `broadcast` is the one that it takes part in."""
-
-    name: str
-    length_argument: str
-    broadcast: str
-    dialect: Callable[[Config, ServerPlace], Dialect]
-    start: Callable[[ServerLaunch, Client, str], Awaitable[ServerEngine]]
-    connect: Callable[..., Awaitable[ServerEngine]]
-
-
-def _vllm_dialect(config: Config, place: ServerPlace) -> Dialect:
-    return VllmDialect(seeded=pick_device(config.model.device).type != "cpu")
-
-
-def _sglang_dialect(config: Config, place: ServerPlace) -> Dialect:
-    dtype = compute_dtype(config.model.dtype, config.model.device)
-    tied = bool(getattr(load_config(place.model_path).get_text_config(), "tie_word_embeddings", False))
-    return SglangDialect(ServedModel(Path(place.model_path), dtype, tied))
-
-
-KINDS = {
-    "vllm": _Kind("vLLM", "max_model_len", broadcast.NAME, _vllm_dialect, start_vllm, connect_vllm),
-    "sglang": _Kind("SGLang", "context_length", sglang_group.NAME, _sglang_dialect, start_sglang, connect_sglang),
-}
+KINDS = {"vllm": VLLM, "sglang": SGLANG}
 """Kinds of servers by their name in `rollout_engine`."""
 
 
@@ -129,20 +101,22 @@ def arguments_for(config: Config, model_path: str) -> dict[str, EngineValue]:
     return given
 
 
-def _length(given: Mapping[str, EngineValue], kind: _Kind) -> int | None:
+def _length(given: Mapping[str, EngineValue], kind: ServerKind) -> int | None:
     """Return the context that arguments of a server set, if they do."""
     length = given.get(kind.length_argument, given.get(kind.length_argument.replace("_", "-")))
     return int(length) if isinstance(length, str | int) else None
 
 
-def _limits(config: Config, place: ServerPlace, kind: _Kind) -> ServerLimits:
+def _settings(config: Config, place: ServerPlace, kind: ServerKind) -> ServerSettings:
     length = _length(arguments_for(config, place.model_path), kind)
-    on_device = pick_device(config.model.device).type != "cpu"
-    return ServerLimits(
+    dtype, device = compute_dtype(config.model.dtype, config.model.device), pick_device(config.model.device).type
+    return ServerSettings(
+        kind.dialect(Path(place.model_path), dtype, device),
+        place.codec.eos_token_ids,
         max_length=context_length(load_config(place.model_path)) if length is None else length,
         answer_seconds=config.cluster.health_check_timeout_seconds,
         weights_seconds=config.cluster.train_timeout_seconds,
-        sleeps=on_device and not config.engine.rollout_external_engine_addrs,
+        sleeps=device != "cpu" and not config.engine.rollout_external_engine_addrs,
     )
 
 

@@ -77,9 +77,11 @@ def reads_of(text: str) -> set[tuple[str, str]]:
 
 
 def test_every_field_is_read():
-    """A parameter of an algorithm is read by `Record.load`, which `test_catalog.py` checks."""
+    """A parameter of an algorithm is read by `Record.load`, which `test_catalog.py` checks, and the arguments of a server by
+    `EngineSection.arguments`."""
     reads = set().union(*(reads_of(p.read_text()) for p in SOURCE.rglob("*.py") if p not in NOT_READERS))
-    fields = {(field.section, field.name) for field in config_fields().values() if field.name not in catalog.PARAMETERS}
+    made = catalog.PARAMETERS.keys() | catalog.SERVERS.keys()
+    fields = {(field.section, field.name) for field in config_fields().values() if field.name not in made}
     unread = [f"{name} of [{section}]" for section, name in sorted(fields - reads)]
     assert not unread, f"nothing reads {', '.join(unread)}: use them or remove them from the sections"
 

@@ -73,7 +73,7 @@ def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config
         manager = generation.manager
         assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
         assert isinstance(manager._shared.environment, SingleTurn)
-        limits = engine._runner.memory.limits
+        limits = engine._runner.store.limits
         assert (limits.max_rows, limits.kv_bytes) == (5, 2**29)
         await engine.close()
 

@@ -1,8 +1,8 @@
-"""Runs a server and ends it, and all it started, when the process that wanted it is gone.
+"""Run a server, and kill it and everything that it started when the process that started the guard ends.
 
-Run as a file by an interpreter, with the server's command as arguments and a pipe as standard input: the pipe closes
-when its other end is closed or dies, however it dies. It must be the leader of a process group of its own. A second process watches the
-guard itself: Ray kills the direct children of a worker that ends, before they can do anything.
+An interpreter runs this file with the server's command as arguments and a pipe as standard input. The pipe closes when its
+other end is closed or its process dies, in whichever way. The guard must lead a process group of its own. A second process
+watches the guard itself: Ray kills the direct children of a worker that ends before they can do anything.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main(command: list[str]) -> None:
 
 
 def _watch_guard() -> None:
-    """Fork a process that ends the group when this one is gone."""
-    ours, theirs = os.pipe()  # not inherited by the server
+    """Fork a process that kills the group when this process ends."""
+    ours, theirs = os.pipe()  # the server does not inherit them
     if os.fork():
         os.close(ours)
         return  # `theirs` stays open as long as this process lives

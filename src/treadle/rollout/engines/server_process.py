@@ -1,15 +1,14 @@
-"""A server in processes of its own: started with a log, watched, and ended with everything it started."""
+"""A server in processes of its own: started with a log, and killed with everything that it started."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.errors import EngineError
@@ -20,49 +19,39 @@ TAIL_BYTES = 16_000
 END_SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class ServerCommand:
-    """What to run, with which variables beside those of this process, and where its output goes."""
+@dataclass(frozen=True, eq=False)
+class ServerProcess:
+    """A server that runs. It ends by `close`, or when this process ends or is killed."""
 
-    what: str
-    args: Sequence[str]
-    env: Mapping[str, str]
+    process: subprocess.Popen[bytes]
     log: Path
 
-
-@dataclass(eq=False)
-class ServerProcess:
-    """A server that runs. It ends by `close`, and by itself when this process ends or is killed."""
-
-    command: ServerCommand
-    process: subprocess.Popen[bytes] = field(repr=False)
-
     @classmethod
-    def start(cls, command: ServerCommand) -> ServerProcess:
-        """Start it; returns at once, long before it serves."""
-        if not os.access(command.args[0], os.X_OK):
-            raise EngineError(f"{command.what}: there is no interpreter at {command.args[0]}; give --engine-python")
-        command.log.parent.mkdir(parents=True, exist_ok=True)
-        with command.log.open("ab") as log:
+    def start(cls, name: str, args: Sequence[str], variables: Mapping[str, str], log: Path) -> ServerProcess:
+        """Start a command with more environment variables, its output in `log`; return long before it serves."""
+        if not os.access(args[0], os.X_OK):
+            raise EngineError(f"{name}: there is no interpreter at {args[0]}; give --engine-python")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", process_guard.__file__, *command.args],
+                [sys.executable, "-I", "-S", process_guard.__file__, *args],
                 stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**compile_variables(), **os.environ, **command.env},
+                stdout=output,
+                stderr=output,
+                env={**compile_variables(), **os.environ, **variables},
                 start_new_session=True,
             )
-        return cls(command, process)
+        return cls(process, log)
 
     @property
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def tail(self, num_lines: int = 12) -> str:
-        """The end of its log, as one line."""
+        """Return the end of its log as one line."""
         try:
-            with self.command.log.open("rb") as log:
-                log.seek(max(0, self.command.log.stat().st_size - TAIL_BYTES))
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
                 text = log.read().decode(errors="replace")
         except OSError as error:
             return f"(no log: {error.strerror})"
@@ -70,17 +59,10 @@ class ServerProcess:
         return " | ".join(lines[-num_lines:])[-3000:] or "(its log is empty)"
 
     def close(self) -> None:
-        """Kill it and whatever it started; returns when it is gone."""
+        """Kill it and everything that it started, and wait until it is gone."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.stdin is not None:
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
-
-
-def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,96 +1,71 @@
-"""Starting an SGLang server: its arguments and its variables."""
+"""How an SGLang server is started: its arguments and its environment variables."""
 
 from __future__ import annotations
 
-import asyncio
-import os
+from collections.abc import Mapping
+from pathlib import Path
 
-from treadle.errors import EngineError
+import torch
+
 from treadle.models.context import context_length
 from treadle.models.load import kv_heads_of, load_config
-from treadle.rollout.engines.server_engine import ServerEngine
-from treadle.rollout.engines.server_process import ServerCommand, free_port
-from treadle.rollout.engines.server_start import (
-    Argument,
-    Client,
-    ServerLaunch,
-    ask_interpreter,
-    connect_server,
-    start_server,
-    words_of,
-)
+from treadle.rollout.engines.server_kind import Argument, ServerKind, ServerLaunch, probe_interpreter
+from treadle.rollout.engines.sglang_engine.dialect import SglangDialect
+from treadle.weights import sglang_group
 from treadle.weights.base import DTYPES
 
-_PROBE = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('sglang') else 9)"
 _SPARE_TOKENS = 8
-"""SGLang keeps a few tokens of the context for itself: it is told of as many more, so that all of it can be used."""
+"""SGLang keeps a few tokens of the context for itself. It is given as many more, so that all of it can be used."""
 
 
-async def start_sglang(launch: ServerLaunch, client: Client, name: str = "the SGLang server") -> ServerEngine:
-    """Start a server on this machine and wait until it serves; `EngineError` or `DeadlineError` where it does not."""
-    await asyncio.to_thread(check_interpreter, launch.python)
-    port = free_port()
-    args = [launch.python, "-m", "sglang.launch_server", *arguments_of(launch, port)]
-    command = ServerCommand(name, args, variables_of(launch), launch.log)
-    return await start_server(command, port, client, launch.start_seconds)
-
-
-async def connect_sglang(address: str, client: Client, *, seconds: float, name: str = "") -> ServerEngine:
-    """Reach a server that somebody else runs; it must have been started as the page on engines says."""
-    hint = "was it started without --api-key? See the page on engines"
-    return await connect_server(
-        address, client, name=name or f"the SGLang server at {address}", seconds=seconds, hint=hint
-    )
-
-
-def check_interpreter(python: str) -> None:
-    """Raise `EngineError` where an interpreter does not run or has no SGLang."""
-    if ask_interpreter(python, _PROBE, "sglang").returncode != 0:
-        raise EngineError(f"{python} has no sglang; install it there or name another interpreter with --engine-python")
-
-
-def arguments_of(launch: ServerLaunch, port: int) -> list[str]:
-    """The server's command line after the module's name."""
-    given = {name.replace("_", "-"): value for name, value in launch.arguments.items()}
-    length = given.pop("context-length", None) or context_length(load_config(launch.model_path))
+def arguments_of(launch: ServerLaunch, given: Mapping[str, Argument]) -> dict[str, Argument]:
+    """Return the server's arguments besides those of every kind of server."""
+    config = load_config(launch.model_path)
     own: dict[str, Argument] = {
         "model-path": launch.model_path,
-        "host": "127.0.0.1",
-        "port": str(port),
-        "dtype": launch.dtype,
-        "context-length": str(int(str(length)) + _SPARE_TOKENS),
-        "random-seed": str(launch.seed),
-        "max-running-requests": str(launch.max_num_seqs),
+        "random-seed": launch.seed,
+        "max-running-requests": launch.max_num_seqs,
         "log-level-http": "warning",
     }
     if launch.device == "cpu":
-        own |= {"device": "cpu", "max-total-tokens": str(kv_tokens(launch)), "skip-server-warmup": True}
+        shape = config.get_text_config()
+        kv_heads, head_dim = kv_heads_of(shape)
+        token_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * DTYPES[launch.dtype].itemsize
+        tokens = int(launch.kv_cache_gib * 2**30) // token_bytes
+        own |= {"device": "cpu", "max-total-tokens": tokens, "skip-server-warmup": True}
     else:
         # The weights would be gone after a sleep without a copy on the CPU.
         own |= {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
-    if launch.gpus > 1:
-        own["tensor-parallel-size"] = str(launch.gpus)  # unless the user shares them out otherwise
-    return words_of(own, given)
-
-
-def kv_tokens(launch: ServerLaunch) -> int:
-    """How many tokens' keys and values there is room for."""
-    shape = load_config(launch.model_path).get_text_config()
-    kv_heads, head_dim = kv_heads_of(shape)
-    token_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * DTYPES[launch.dtype].itemsize
-    return int(launch.kv_cache_gib * 2**30) // token_bytes
+    length = int(str(given.get("context-length") or context_length(config)))
+    return {**own, **given, "context-length": length + _SPARE_TOKENS}
 
 
 def variables_of(launch: ServerLaunch) -> dict[str, str]:
-    """Variables of the server: no look at a hub, and its share of a CPU machine."""
+    """Return the server's variables; raises `EngineError` if its interpreter has no SGLang."""
+    probe_interpreter(launch.python, "sglang")
     found = {
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the spare tokens
-        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # how soon it sees, in seconds, that a caller is gone
+        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # seconds until it notices that a caller has left
     }
     if launch.device == "cpu":
         found["SGLANG_USE_CPU_ENGINE"] = "1"
-        if launch.threads is not None:
-            found["OMP_NUM_THREADS"] = str(launch.threads)
-    return {**found, **{name: os.environ[name] for name in found if name.startswith("SGLANG") and name in os.environ}}
+    return found
+
+
+def dialect_of(folder: Path, dtype: torch.dtype, device: str) -> SglangDialect:
+    """Return the dialect of a server of the model in a folder."""
+    shape = load_config(str(folder)).get_text_config()
+    return SglangDialect(folder, dtype, tied=bool(getattr(shape, "tie_word_embeddings", False)))
+
+
+SGLANG = ServerKind(
+    name="SGLang",
+    module="sglang.launch_server",
+    length_argument="context_length",
+    broadcast=sglang_group.NAME,
+    prefix="SGLANG",
+    hint="was it started without --api-key?",
+    dialect=dialect_of,
+    arguments=arguments_of,
+    variables=variables_of,
+)

@@ -1,74 +1,63 @@
-"""New weights for an SGLang server: the requests of each way in which it takes them.
+"""New weights for an SGLang server, in each of the ways that it takes them.
 
-From a folder the server reads as it did at its start (`/update_weights_from_disk`). The other two ways stand between
+The server reads a folder as it did at its start (`/update_weights_from_disk`). The other two ways are sessions between
 `/begin_weight_update` and `/end_weight_update`: buckets that all ranks of a group get (weights/sglang_group.py), and
-handles to memory on the server's own GPU. The server does not look whether names and shapes fit: that was done before.
+handles to memory of the server's own GPU. The server does not check names and shapes; that was done before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
 from treadle.errors import EngineError, EngineLostError
-from treadle.rollout.engines.http_calls import RefusedError
-from treadle.rollout.engines.server_engine import Ask
+from treadle.rollout.engines.server_client import Call, RefusedError, ServerClient
 from treadle.weights import Offer
 from treadle.weights.cuda_ipc import pickled_handles
 from treadle.weights.sglang_group import ServerRanks, whole_buckets
 from treadle.weights.whole_offer import folder_of
 
 _SPARE_SECONDS = 30.0
-"""Given to the server after the trainer gave up: what breaks a group is told to it, and it answers."""
+"""Added to the trainer's deadline, so that a server can answer after the trainer gave up and broke the group."""
 
 
-async def load_folder(ask: Ask, offer: Offer, seconds: float) -> None:
-    """Have the server read the offered weights from where they lie as files."""
-    update = {
-        "model_path": str(folder_of(offer)),
-        "load_format": "safetensors",
-        "weight_version": str(offer.version),
-        "flush_cache": True,
-    }
-    await _tell(ask, "/update_weights_from_disk", update, seconds)
+async def load_folder(client: ServerClient, offer: Offer) -> None:
+    """Have the server read the offered weights from their files."""
+    update = {"model_path": str(folder_of(offer)), "load_format": "safetensors"}
+    await _tell(client, "/update_weights_from_disk", update | _ending(offer))
 
 
-async def load_handles(ask: Ask, offer: Offer, ranks: int, seconds: float) -> None:
+async def load_handles(client: ServerClient, offer: Offer, ranks: int) -> None:
     """Have the server copy the weights from the trainer's GPU memory; they are copied when this returns."""
     pickled = base64.b64encode(pickled_handles(offer)).decode()
-    update = {
-        "serialized_named_tensors": [pickled] * ranks,
-        "weight_version": str(offer.version),
-        "flush_cache": True,
-    }
-    async with _session(ask, seconds):
-        await _tell(ask, "/update_weights_from_tensor", update, seconds)
-    # Copies may still run on the GPU. A checksum, here of no weight at all, begins and ends with waiting for it.
-    nothing = {"action": "checksum", "skip_tensor_list": [""]}
-    await _tell(ask, "/weights_checker", nothing, seconds)
+    async with _session(client):
+        update = {"serialized_named_tensors": [pickled] * ranks}
+        await _tell(client, "/update_weights_from_tensor", update | _ending(offer))
+    # Copies may still run on the GPU. A checksum, here of no weight at all, waits for the GPU.
+    await _tell(client, "/weights_checker", {"action": "checksum", "skip_tensor_list": [""]})
 
 
 class GroupUpdates:
-    """A server's part in broadcasts, and the group it is in."""
+    """A server's part in broadcasts, and the group that it is in."""
 
     def __init__(self) -> None:
         self._ranks = ServerRanks()
-        self._group: str | None = None  # what the server has, until it is told to let go of it
+        self._group: str | None = None  # the server's group, until the server is told to leave it
 
-    async def join(self, ask: Ask, offer: Offer, ranks: int, refusal: EngineError | None, seconds: float) -> None:
-        """Meet trainer and servers and have this server be in their group; its weights stay as they are.
+    async def join(self, client: ServerClient, offer: Offer, ranks: int, refusal: EngineError | None) -> None:
+        """Bring this server into the group of the trainer and all servers; its weights stay as they are.
 
-        Raises `EngineError` where any of them refuses.
+        Raises `EngineError` if any of them refuses.
         """
         joining = await asyncio.to_thread(self._ranks.enter, offer, ranks, refusal)
         if not joining.is_new:
             return
-        wait = _step_seconds(offer, seconds)
-        await self._leave(ask, wait)
+        seconds = _step_seconds(client, offer)
+        await self._leave(client, seconds)
         where = offer.where
         group = {
             "master_address": where["host"],
@@ -79,20 +68,19 @@ class GroupUpdates:
             "backend": where["backend"],
         }
         try:
-            await _tell(ask, "/init_weights_update_group", group, wait)
+            await _tell(client, "/init_weights_update_group", group, seconds)
         except EngineError:
             self._ranks.leave()
             raise
         self._ranks.group = self._group = joining.group
 
-    async def load(self, ask: Ask, offer: Offer, seconds: float) -> None:
+    async def load(self, client: ServerClient, offer: Offer) -> None:
         """Have the server take all buckets, which the trainer sends meanwhile."""
-        wait = _step_seconds(offer, seconds)
-        layouts = list(whole_buckets(offer.specs, int(offer.where["bucket_bytes"])))
-        # Let go of at once where it breaks off: trainer and other servers wait for this one, and its ranks for each other.
-        async with _session(ask, seconds, partial(self._leave, ask, wait)):
-            for i, layout in enumerate(layouts):
-                is_last = i == len(layouts) - 1
+        seconds = _step_seconds(client, offer)
+        *_, last = layouts = list(whole_buckets(offer.specs, int(offer.where["bucket_bytes"])))
+        # If this breaks off, the server leaves at once: trainer and other servers wait for it, and its ranks for each other.
+        async with _session(client, seconds, partial(self._leave, client, seconds)):
+            for layout in layouts:
                 specs = [layout.specs[name] for name in layout.offsets]
                 update = {
                     "names": list(layout.offsets),
@@ -100,65 +88,65 @@ class GroupUpdates:
                     "shapes": [list(spec.shape) for spec in specs],
                     "group_name": self._group,
                     "load_format": "flattened_bucket",
-                    "flush_cache": is_last,
-                    "weight_version": str(offer.version) if is_last else None,
                 }
-                await _tell(ask, "/update_weights_from_distributed", update, wait)
+                ending = _ending(offer) if layout is last else {"flush_cache": False, "weight_version": None}
+                await _tell(client, "/update_weights_from_distributed", update | ending, seconds)
 
-    async def _leave(self, ask: Ask, seconds: float) -> None:
+    async def _leave(self, client: ServerClient, seconds: float) -> None:
         self._ranks.group = None
         if self._group is not None:
             group, self._group = self._group, None
             with suppress(RefusedError):
-                await ask("/destroy_weights_update_group", {"group_name": group}, seconds=seconds)
+                await client.ask(Call("/destroy_weights_update_group", {"group_name": group}), seconds)
 
     def close(self) -> None:
-        """Leave the meeting; a server that goes on keeps its end of the group until it is in another one."""
+        """Leave the rendezvous. A server that runs on keeps its end of the group until it joins another one."""
         self._ranks.leave()
 
 
 @asynccontextmanager
 async def _session(
-    ask: Ask, seconds: float, let_go: Callable[[], Awaitable[None]] | None = None
-) -> AsyncIterator[None]:
-    """Weights are taken inside; an error there closes the session too, else the server would refuse the next one.
+    client: ServerClient, seconds: float | None = None, let_go: Callable[[], Awaitable[None]] | None = None
+) -> AsyncGenerator[None, None]:
+    """Open a session for new weights. An error closes it too, else the server would refuse the next one.
 
-    What the server needs to get out of what it waits for comes first then: `let_go`.
+    `let_go` is called before that: it frees the server from what it waits for.
     """
     try:
-        await _begin(ask, seconds)
+        try:
+            await _tell(client, "/begin_weight_update", {}, seconds)
+        except EngineLostError:
+            raise
+        except EngineError:  # a session is open, of a client that died meanwhile
+            await _tell(client, "/end_weight_update", {}, seconds)
+            await _tell(client, "/begin_weight_update", {}, seconds)
         yield
-        await _tell(ask, "/end_weight_update", {}, seconds)
+        await _tell(client, "/end_weight_update", {}, seconds)
     except EngineLostError:
         raise
     except EngineError:
         if let_go is not None:
             await let_go()
         with suppress(RefusedError):
-            await ask("/end_weight_update", {}, seconds=seconds)
+            await client.ask(Call("/end_weight_update", {}, slow=True), seconds)
         raise
 
 
-async def _begin(ask: Ask, seconds: float) -> None:
+async def _tell(client: ServerClient, path: str, body: Mapping[str, Any], seconds: float | None = None) -> None:
+    """Ask for one step of an update; raises `EngineError` unless the server answers that it did it."""
     try:
-        await _tell(ask, "/begin_weight_update", {}, seconds)
-    except EngineLostError:
-        raise
-    except EngineError:  # one is open, of a client that was lost on the way
-        await _tell(ask, "/end_weight_update", {}, seconds)
-        await _tell(ask, "/begin_weight_update", {}, seconds)
-
-
-async def _tell(ask: Ask, path: str, body: Mapping[str, Any], seconds: float) -> None:
-    """Ask for a step of an update; raises `EngineError` where the server does not say that it did it."""
-    try:
-        reply = await ask(path, body, seconds=seconds)
+        reply = await client.ask(Call(path, body, slow=True), seconds)
     except RefusedError as error:
         raise EngineError(f"{error}; see the server's log") from error
     if not (isinstance(reply, Mapping) and reply.get("success") is True):
-        raise EngineError(f"the SGLang server did not do {path}: {str(reply)[:300]}")
+        raise EngineError(f"{client.name} did not do {path}: {str(reply)[:300]}")
 
 
-def _step_seconds(offer: Offer, seconds: float) -> float:
-    """How long a server may take for a step that trainer and servers take together."""
-    return min(seconds, float(offer.where["timeout_seconds"]) + _SPARE_SECONDS)
+def _ending(offer: Offer) -> dict[str, Any]:
+    """What the last request of an update says: the new version, and that keys and values are dropped."""
+    return {"weight_version": str(offer.version), "flush_cache": True}
+
+
+def _step_seconds(client: ServerClient, offer: Offer) -> float:
+    """Return how long a server may take for a step that trainer and servers take together."""
+    return min(client.seconds[True], float(offer.where["timeout_seconds"]) + _SPARE_SECONDS)

@@ -1,7 +1,7 @@
-"""Check that the embedded engine generates with the numbers of the model: prefill and decode against a plain forward.
+"""Compare the logits of prefill and decode with those of a forward pass over whole sequences.
 
-`check_generation` runs a miniature of the architecture (models/architecture.py) past its windows, before any weights are
-read. `check_decode` runs the model itself for a few tokens, with the kernels of its sizes and its dtype.
+`check_generation` runs a miniature of the architecture (models/architecture.py) past its attention windows, before any
+weights are read. `check_decode` runs the model itself for a few tokens, with the kernels of its sizes and its dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REMEDY = "the torch engine can't generate with it; choose --rollout-engine vllm 
 
 @functools.cache
 def check_generation(probe: Probe, *, fused: bool = True) -> None:
-    """Generate with the miniature of an architecture, compared with transformers' forward of each sequence alone.
+    """Generate with the miniature of an architecture and compare with transformers' forward pass of each sequence alone.
 
     Raises:
         ModelError: if the logits differ, or the architecture does not run token by token.
@@ -43,13 +43,13 @@ def check_generation(probe: Probe, *, fused: bool = True) -> None:
         gaps = _gaps(probe.ours, inference_model(probe.ours, fused=fused), prompts, new, probe.own_logits)
     except ModelError as error:
         raise ModelError(f"{probe.name} models are not supported: {error}") from error
-    except Exception as error:  # whatever a model's code does with a single token
+    except Exception as error:  # a model's code may fail in any way with a single token
         raise ModelError(f"{probe.name} models are not supported: {REMEDY} ({error!r})") from error
     _refuse(probe.name, max(gaps), TOLERANCE)
 
 
 def check_decode(model: PreTrainedModel, inference: InferenceModel) -> KVShape:
-    """Generate a few tokens with the model itself, compared with its packed forward pass; return its store's shape.
+    """Generate a few tokens with the model itself, compare with its packed forward pass, and return its store's shape.
 
     Raises:
         ModelError: if the logits differ.
@@ -83,7 +83,10 @@ def _gaps(
     new: int,
     own_logits: Callable[[Tensor], Tensor],
 ) -> list[float]:
-    """Return how far each step's logits are from `own_logits` of the whole sequences, for two samples of one prompt and one of another."""
+    """Return the distance of each step's logits from `own_logits` of the whole sequences.
+
+    Two samples of one prompt and one of another are generated, `new` tokens each.
+    """
     embeddings = next(model.get_input_embeddings().parameters())
     device, vocabulary = embeddings.device, embeddings.shape[0]
     slots, lengths = torch.tensor([0, 1, 0], device=device), torch.tensor(prompts, device=device)

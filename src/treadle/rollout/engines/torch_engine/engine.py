@@ -61,7 +61,7 @@ class TorchEngine:
         self._owns_executor = compute is None
         unused = codec.ids_without_token(head_of(model).weight.shape[0])
         self._runner = self._executor.submit(ModelRunner, model, limits, unused).result()
-        self._scheduler = Scheduler(self._runner.memory, codec.eos_token_ids, codec.decode)
+        self._scheduler = Scheduler(self._runner.store, codec.eos_token_ids, codec.decode)
         self._queues: dict[Request, asyncio.Queue[Completion | BaseException]] = {}
         self._arrived: list[Request] = []
         self._left: list[Request] = []
@@ -106,7 +106,8 @@ class TorchEngine:
             finally:
                 self._torn = receiver.served.torn
                 if self._torn is not None:
-                    self._abort()
+                    self._settle()
+                    self._hand_out(self._scheduler.abort())
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1
@@ -160,13 +161,10 @@ class TorchEngine:
             if request in self._queues:  # else the caller has left
                 self._queues[request].put_nowait(completion)
 
-    def _abort(self) -> None:
-        self._settle()
-        self._hand_out(self._scheduler.abort())
-
     async def abort(self) -> None:
         async with self._between_steps:
-            self._abort()
+            self._settle()
+            self._hand_out(self._scheduler.abort())
 
     async def pause(self) -> None:
         self._running.clear()

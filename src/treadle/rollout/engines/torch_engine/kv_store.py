@@ -1,8 +1,8 @@
-"""Keys and values of everything that is being generated.
+"""The key/value store: what attention reads and writes, and how much of it the limits allow.
 
-A prompt's keys and values are stored once for all its samples (a *prefix slot*); each sample has a *row* for its
-own tokens. Slots and rows in use are kept at the front and are all as long as the longest one, so attention works on
-dense tensors, whole: one that is removed is replaced by the last one, and rows are laid out again as they grow.
+A prompt's keys and values are stored once for all its samples (a *prefix slot*), and each sample has a *row* for its own
+tokens. Slots and rows in use are at the front and have the length of the longest one, so that attention works on whole
+dense tensors. The last slot or row replaces one that is removed, and rows are laid out again as they grow.
 
 Axis letters: `L` layers, `C` sequences (prefix slots or rows), `K` key/value heads, `T` tokens, `D` head size.
 """
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 LENGTH_STEP = 16
 """Lengths are rounded up to this: matmul kernels are prepared per shape, and few shapes keep them cached."""
+NO_LIMITS = EngineLimits(max_rows=0, kv_bytes=0)
+"""The limits of a store that has its shape from the start."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a store has room for; memory is taken for the tokens that are there, up to this."""
+    """What a store has room for. Memory is allocated for the tokens that are there, up to this."""
 
     layers: int
     kv_heads: int
@@ -42,24 +44,12 @@ class KVShape:
 
     @property
     def num_bytes(self) -> int:
-        return self.slots * self.slot_bytes + self.rows * self.row_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of one token over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.prefix_capacity * self.token_bytes
-
-    @property
-    def row_bytes(self) -> int:
-        return self.row_capacity * self.token_bytes
+        token_bytes = 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize  # keys and values
+        return token_bytes * (self.slots * self.prefix_capacity + self.rows * self.row_capacity)
 
 
 def token_shape(model: PreTrainedModel) -> KVShape:
-    """Return the shape of a store for one token of a model, as the model's own forward pass asks for it.
+    """Return the shape of an empty store for a model, as the model's own forward pass asks for it.
 
     Raises:
         ModelError: if layers differ in the number of their key/value heads. Smaller heads are stored as the largest.
@@ -72,7 +62,7 @@ def token_shape(model: PreTrainedModel) -> KVShape:
             "engine can't store; choose --rollout-engine vllm or sglang"
         )
     size = max(call.head_dim for call in calls)
-    return KVShape(len(calls), heads[0], size, 1, 1, 1, 1, next(model.get_input_embeddings().parameters()).dtype)
+    return KVShape(len(calls), heads[0], size, 0, 0, 1, 1, next(model.get_input_embeddings().parameters()).dtype)
 
 
 class Sequences:
@@ -85,7 +75,7 @@ class Sequences:
         self.layers = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
 
     def fit(self, count: int, span: int) -> None:
-        """Lay out again for `count` sequences of `span` tokens, layer by layer; what fits of the old ones stays."""
+        """Lay out again for `count` sequences of `span` tokens, layer by layer; stored tokens that fit are kept."""
         count_kept, kept = min(count, self.count), min(span, self.span)
         for i, old in enumerate(self.layers):
             new = old.new_zeros(2, count, old.shape[2], span, old.shape[4])
@@ -94,18 +84,18 @@ class Sequences:
         self.count, self.span = count, span
 
     def first(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `count` sequences: two [C·K, T, D], dense."""
+        """Return keys and values of the first `count` sequences, each dense [C·K, T, D]."""
         both = self.layers[layer][:, :count].flatten(1, 2)
         return both[0], both[1]
 
     def cells(self, places: Tensor) -> Tensor:
-        """Where the token at `places[i]` of sequence i lies, for `write`: int64 [2 · C · K], keys before values."""
+        """Return where the token at `places[i]` of sequence i is, for `write`: int64 [2 · C · K], keys before values."""
         heads = self.layers[0].shape[2]
         one = torch.arange(len(places) * heads, device=places.device) * self.span + places.repeat_interleave(heads)
         return torch.cat([one, one + self.count * heads * self.span])
 
     def write(self, layer: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store one token for each sequence: keys and values [C, K, D] at the cells that `cells` gave."""
+        """Store one token for each sequence: keys and values [C, K, D] at the cells that `cells` returned."""
         size = keys.shape[-1]
         self.layers[layer].view(-1, size).index_copy_(0, cells, torch.cat([keys, values]).view(-1, size))
 
@@ -116,15 +106,60 @@ class Sequences:
 
 
 class KVStore:
-    """Prompts (`prefixes`) and what was generated after them (`rows`), within a shape."""
+    """Prompts (`prefixes`) and what was generated after them (`rows`); `slots[i]` is the request whose prompt is in slot i.
 
-    def __init__(self, shape: KVShape, device: torch.device):
-        self.shape = shape
-        self.prefixes = Sequences(shape, shape.slots, shape.prefix_capacity, device)
-        self.rows = Sequences(shape, shape.rows, min(LENGTH_STEP, shape.row_capacity), device)
+    Its first four methods are all that a scheduler knows of memory (`KVMemory`), and attention uses the others: paged
+    blocks or a prefix cache would be another class with these methods.
+    """
+
+    def __init__(self, shape: KVShape, device: torch.device, limits: EngineLimits = NO_LIMITS):
+        self.shape, self.device, self.limits = shape, device, limits
+        self.slots: list[Request] = []
+        self._allocate(shape)
+
+    def admit(self, waiting: Sequence[Request], num_rows: int) -> bool:
+        """Give the first of the waiting requests a slot beside `num_rows` rows, and grow if the limits allow it.
+
+        A later turn of a conversation is what makes a store grow: a longer prompt, and a slot for each sample.
+        """
+        if not self.slots:
+            self._renew(waiting)
+        request, shape = waiting[0], self.shape
+        wanted = replace(
+            shape,
+            slots=shape.slots if len(self.slots) < shape.slots else 2 * shape.slots,
+            rows=max(shape.rows, num_rows + request.n),
+            prefix_capacity=max(shape.prefix_capacity, round_up(len(request.token_ids))),
+            row_capacity=max(shape.row_capacity, round_up(request.sampling.max_new_tokens)),
+        )
+        if wanted != shape:
+            if wanted.rows > max(shape.rows, self.limits.max_rows) or wanted.num_bytes > self.limits.kv_bytes:
+                return False
+            self.grow(wanted)
+        request.slot = len(self.slots)
+        self.slots.append(request)
+        return True
+
+    def move_row(self, source: int, target: int) -> None:
+        self.rows.move(source, target)
+
+    def release(self, request: Request) -> None:
+        """Free a slot; the last one takes its place."""
+        moved = self.slots.pop()
+        if moved is not request:
+            self.prefixes.move(moved.slot, request.slot)
+            moved.slot = request.slot
+            self.slots[moved.slot] = moved
+
+    def clear(self) -> None:
+        self.slots.clear()
+
+    def free(self) -> None:
+        """Free all memory; nothing may be held."""
+        self._allocate(replace(self.shape, slots=0, rows=0))
 
     def grow(self, shape: KVShape) -> None:
-        """Have room for more; what is there stays."""
+        """Make room for more; what is stored stays."""
         if (shape.slots, shape.prefix_capacity) != (self.shape.slots, self.shape.prefix_capacity):
             self.prefixes.fit(shape.slots, shape.prefix_capacity)
         if shape.rows != self.shape.rows:
@@ -132,7 +167,7 @@ class KVStore:
         self.shape = shape
 
     def fit_rows(self, longest: int) -> None:
-        """Have memory for rows of `longest` tokens.
+        """Allocate memory for rows of `longest` tokens.
 
         How much that is depends on nothing else: what was generated before must not change how sums are rounded, or a
         run that is resumed would not be the same run.
@@ -149,80 +184,30 @@ class KVStore:
         target = self.prefixes.layers[layer][:, slot, :, : keys.shape[0]]
         target[0], target[1] = keys.transpose(0, 1), values.transpose(0, 1)
 
-
-class DenseMemory:
-    """A store for the requests that a scheduler admits: `slots[i]` is the request whose prompt is in slot i.
-
-    It is all that a scheduler knows of memory (`KVMemory`): paged blocks or a prefix cache would take its place here.
-    """
-
-    def __init__(self, token: KVShape, limits: EngineLimits, device: torch.device):
-        self.token, self.limits, self.device = token, limits, device
-        self.slots: list[Request] = []
-        self.store: KVStore | None = None
-
-    @property
-    def filled(self) -> KVStore:
-        assert self.store is not None, "no request has been admitted"
-        return self.store
-
-    def admit(self, waiting: Sequence[Request], num_rows: int) -> bool:
-        """Give the first of the waiting requests a slot, and grow the store if it must and the limits allow it.
-
-        A later turn of a conversation is what grows it: a longer prompt, and a slot for each sample.
-        """
-        if not self.slots:
-            self._renew(waiting)
-        request, shape = waiting[0], self.filled.shape
-        rows = num_rows + request.n
-        wanted = replace(
-            shape,
-            slots=shape.slots if len(self.slots) < shape.slots else 2 * shape.slots,
-            rows=max(shape.rows, rows),
-            prefix_capacity=max(shape.prefix_capacity, round_up(len(request.token_ids))),
-            row_capacity=max(shape.row_capacity, round_up(request.sampling.max_new_tokens)),
-        )
-        if wanted != shape:
-            if wanted.rows > max(shape.rows, self.limits.max_rows) or wanted.num_bytes > self.limits.kv_bytes:
-                return False
-            self.filled.grow(wanted)
-        request.slot = len(self.slots)
-        self.slots.append(request)
-        return True
-
     def _renew(self, waiting: Sequence[Request]) -> None:
-        """With nothing held: room for the waiting requests as far as the limits allow, and always for the first one.
+        """Make room for the waiting requests as far as the limits allow, and always for the first one.
 
         A larger store would do, but what ran before must not change how many requests are admitted and how sums are
         rounded: a run that is resumed would not be the same run.
         """
         prefix = round_up(max(len(r.token_ids) for r in waiting))
         row = round_up(max(r.sampling.max_new_tokens for r in waiting))
-        wanted = replace(self.token, prefix_capacity=prefix, row_capacity=row, slots=0, rows=0)
+        wanted = replace(self.shape, prefix_capacity=prefix, row_capacity=row, slots=0, rows=0)
         for request in waiting:
             larger = replace(wanted, slots=wanted.slots + 1, rows=wanted.rows + request.n)
             if wanted.slots and (larger.rows > self.limits.max_rows or larger.num_bytes > self.limits.kv_bytes):
                 break
             wanted = larger
-        if self.store is None or self.store.shape != wanted:
-            self.store = None  # free the old one before the new one is made
-            self.store = KVStore(wanted, self.device)
+        if self.shape != wanted:
+            self.free()  # before the new memory is allocated
+            self._allocate(wanted)
 
-    def move_row(self, source: int, target: int) -> None:
-        self.filled.rows.move(source, target)
-
-    def release(self, request: Request) -> None:
-        """Free a slot; the last one takes its place."""
-        moved = self.slots.pop()
-        if moved is not request:
-            self.filled.prefixes.move(moved.slot, request.slot)
-            moved.slot = request.slot
-            self.slots[moved.slot] = moved
-
-    def clear(self) -> None:
-        self.slots.clear()
+    def _allocate(self, shape: KVShape) -> None:
+        self.shape = shape
+        self.prefixes = Sequences(shape, shape.slots, shape.prefix_capacity, self.device)
+        self.rows = Sequences(shape, shape.rows, min(LENGTH_STEP, shape.row_capacity), self.device)
 
 
 def round_up(length: int) -> int:
-    """A number of tokens there may be memory for: this many or a few more."""
+    """Round a number of tokens up to a multiple of `LENGTH_STEP`."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP

@@ -12,7 +12,7 @@ from torch import Tensor
 from treadle.models.cpu.inference import inference_model
 from treadle.rollout.engines.torch_engine.attention import decode, prefill
 from treadle.rollout.engines.torch_engine.check import check_decode
-from treadle.rollout.engines.torch_engine.kv_store import DenseMemory
+from treadle.rollout.engines.torch_engine.kv_store import KVStore
 from treadle.rollout.engines.torch_engine.sampler import SamplingTensors, sample, uniforms
 from treadle.rollout.engines.torch_engine.scheduler import Batch, EngineLimits, Request, Row
 from treadle.types import SamplingParams
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """The model, its memory for keys and values, and the `version` of its weights.
+    """The model, its store of keys and values, and the `version` of its weights.
 
     Args:
         unused_ids: ids of the vocabulary that are no token, never sampled.
@@ -35,7 +35,7 @@ class ModelRunner:
         self.inference = inference_model(model, fused=limits.fused)
         self._parameters = tuple(model.parameters())  # a walk over all modules costs 1 % of a small step
         self.device = self._parameters[0].device
-        self.memory = DenseMemory(check_decode(model, self.inference), limits, self.device)
+        self.store = KVStore(check_decode(model, self.inference), self.device, limits)
         self._prepared: tuple[int, int] | None = None
         self._unused = torch.tensor(unused_ids, dtype=torch.int64, device=self.device) if unused_ids else None
         self._params: list[SamplingParams] = []
@@ -52,22 +52,22 @@ class ModelRunner:
 
     def release(self) -> None:
         """Free the memory of keys and values and of prepared weights; it is allocated again when needed."""
-        self.memory.store = None
+        self.store.free()
         self.inference.release()
         self._prepared = None
 
     def _prefill(self, requests: list[Request]) -> Tensor:
         tokens = self._tensor(token for request in requests for token in request.token_ids)
         lengths, slots = [len(r.token_ids) for r in requests], [r.slot for r in requests]
-        logits = prefill(self.inference, self.memory.filled, tokens, lengths, slots)
+        logits = prefill(self.inference, self.store, tokens, lengths, slots)
         return logits[self._tensor(i for i, request in enumerate(requests) for _ in range(request.n))]
 
     def _decode(self, rows: list[Row]) -> Tensor:
         slots = self._tensor(row.request.slot for row in rows)
         places = self._tensor(len(row.token_ids) - 1 for row in rows)
-        prefix_lengths = self._tensor(len(request.token_ids) for request in self.memory.slots)
+        prefix_lengths = self._tensor(len(request.token_ids) for request in self.store.slots)
         tokens = self._tensor(row.token_ids[-1] for row in rows)
-        return decode(self.inference, self.memory.filled, tokens, slots, places, prefix_lengths)
+        return decode(self.inference, self.store, tokens, slots, places, prefix_lengths)
 
     def _sample(self, logits: Tensor, rows: list[Row]) -> tuple[list[int], list[float]]:
         params = [row.request.sampling for row in rows]

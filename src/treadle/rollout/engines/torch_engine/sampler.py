@@ -1,21 +1,21 @@
-"""Pick the next tokens from logits.
+"""Sample the next tokens from logits.
 
-Sampling by inverse CDF with one uniform number a row: sums of blocks of the vocabulary find the block, a running
-sum inside it finds the token. This reads the probabilities twice; `multinomial` draws a random number for every
-entry and takes half of a decode step on CPU.
+Tokens are sampled by inverse CDF with one uniform number for each row. Sums over blocks of the vocabulary find the block,
+and a cumulative sum inside it finds the token. This reads the probabilities twice; `torch.multinomial` draws a random
+number for every entry, which takes half of a decode step on CPU.
 
-The uniform number is a hash of the sample's seed and the token's position, so equal logits give a sample the same
+The uniform number is a hash of the sample's seed and the token's position. Equal logits therefore give a sample the same
 tokens whatever else is in the batch, and there is no generator state to save.
 
-A model whose embeddings are padded has logits for ids that are no token. They are never drawn, and still count in the
-logprobs of the others: those are of the model's whole distribution, as the trainer computes it.
+A model with padded embeddings has logits for ids that are no token. They are never drawn but count in the logprobs of the
+others, which are those of the model's whole distribution, as the trainer computes them.
 
 Axis letters: `B` rows, `V` vocabulary, `U` ids without a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,14 +27,16 @@ from treadle.models.cpu.decode_kernels import CpuKernels
 from treadle.types import SamplingParams
 
 BLOCK = 256
-
 ROWS_AT_ONCE = 64
-"""Rows sampled together on a CPU: what is computed of more of them falls out of its caches, at three times the price."""
+"""Rows sampled together on a CPU: intermediate results of more rows do not fit its caches, which triples the time."""
 
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """The sampling settings of a batch of rows, as tensors [B]; `cuts` is False where no row cuts anything."""
+    """The sampling settings of a batch of rows, as tensors [B]. `cuts` is True if any row leaves tokens out.
+
+    The temperature of greedy rows is 1. `all_one`: no row needs its logits divided by a temperature.
+    """
 
     temperature: Tensor
     greedy: Tensor
@@ -47,14 +49,15 @@ class SamplingTensors:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
-        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
-        greedy = temperature == 0
+        def column(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device)
+
         return cls(
-            temperature=torch.where(greedy, torch.ones_like(temperature), temperature),
-            greedy=greedy,
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            temperature=column(p.temperature or 1.0 for p in params),
+            greedy=column((p.temperature == 0 for p in params), torch.bool),
+            top_p=column(p.top_p for p in params),
+            top_k=column((p.top_k for p in params), torch.int64),
+            min_p=column(p.min_p for p in params),
             any_greedy=any(p.temperature == 0 for p in params),
             all_one=all(p.temperature in (0, 1) for p in params),
             cuts=any(p.temperature > 0 and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0) for p in params),
@@ -66,13 +69,13 @@ class SamplingTensors:
         return ((self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)) & ~self.greedy
 
     def part(self, rows: slice) -> SamplingTensors:
-        """The settings of some of the rows."""
+        """Return the settings of some of the rows."""
         names = ("temperature", "greedy", "top_p", "top_k", "min_p")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1), float64 [B], a pure function of seed (uint64 [B]) and position (int [B]): splitmix64."""
+    """Return numbers in [0, 1), float64 [B], which splitmix64 makes of seeds (uint64 [B]) and positions (int [B])."""
     with np.errstate(over="ignore"):
         x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -88,19 +91,19 @@ def sample(
     kernels: CpuKernels | None = None,
     unused: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row.
+    """Draw one token for each row.
 
     Args:
         logits: [B, V]; overwritten at `unused`.
-        settings: of the rows.
+        settings: those of the rows.
         uniform: float64 [B] in [0, 1).
-        kernels: computes where it can.
+        kernels: compiled functions, used for their dtype if no row leaves tokens out.
         unused: int64 [U], the ids that are never drawn.
     Returns:
-        tokens int64 [B], and their logprobs float32 [B]: after temperature (for a greedy row at temperature 1), and for a
-        row that cuts something of what the cut leaves.
+        tokens int64 [B], and their logprobs float32 [B] at the row's temperature (1 for greedy rows). For a row that leaves
+        tokens out they are renormalised over the rest.
     Raises:
-        EngineError: if logits are not finite; −inf at some tokens is fine.
+        EngineError: if the logits of a row are not finite; −inf at some tokens is allowed.
     """
     if unused is None:
         return _drawn(logits, settings, uniform, kernels)
@@ -108,7 +111,9 @@ def sample(
     logits.index_fill_(1, unused, -torch.inf)
     tokens, logprobs = _drawn(logits, settings, uniform, kernels)
     scores = torch.cat([logits.gather(1, tokens[:, None]), hidden], dim=1).double() / settings.temperature[:, None]
-    gap = torch.logsumexp(scores[:, 1:], dim=1) - (scores[:, 0] - logprobs)  # log of their sum over that of the others
+    gap = torch.logsumexp(scores[:, 1:], dim=1) - (
+        scores[:, 0] - logprobs
+    )  # log of the unused ids' mass over that of the others
     whole = logprobs - torch.nn.functional.softplus(gap).to(logprobs.dtype)
     return tokens, torch.where(settings.cut, logprobs, whole)
 
@@ -143,9 +148,9 @@ def _sample(logits: Tensor, settings: SamplingTensors, uniform: Tensor) -> tuple
 
 
 def _cut(probs: Tensor, settings: SamplingTensors) -> Tensor:
-    """Zero what min-p, top-k and top-p leave out (in this order, each on what the ones before kept).
+    """Zero the probabilities [B, V] that min-p, top-k and top-p leave out, in this order, each applied to what is left.
 
-    `probs` need not sum to 1.
+    They need not sum to 1.
     """
     greedy = settings.greedy[:, None]
     floor = settings.min_p[:, None] * probs.max(dim=-1, keepdim=True).values
@@ -162,7 +167,7 @@ def _cut(probs: Tensor, settings: SamplingTensors) -> Tensor:
 
 
 def _inverse_cdf(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """First token whose running sum passes uniform · total, and the total; probs [B, V] need not sum to 1."""
+    """Return the first token whose cumulative sum passes uniform · total, int64 [B], and the total, float64 [B]."""
     rows, vocab = probs.shape
     pad = -vocab % BLOCK
     if pad:
@@ -185,12 +190,12 @@ def _refuse_damaged(damaged: int, rows: int) -> None:
     if damaged:
         raise EngineError(
             f"the logits of {damaged} of {rows} samples are not finite; the weights are damaged or the "
-            "training diverged: lower --lr, or go on from an earlier checkpoint"
+            "training diverged: lower --lr, or resume from an earlier checkpoint"
         )
 
 
 def _last_positive(weights: Tensor, index: Tensor) -> Tensor:
-    """Where rounding landed on a weight of zero, go to the nearest positive one before it (or the first after)."""
+    """Replace an index of a zero weight, which rounding can lead to, by the nearest positive one before it, or else after."""
     if bool((weights.gather(1, index[:, None]) > 0).all()):
         return index
     places = torch.arange(weights.shape[1], device=weights.device)[None, :]

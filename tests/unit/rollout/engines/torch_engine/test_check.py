@@ -46,7 +46,7 @@ def test_architectures_generate_what_their_forward_pass_says(kind):
 def test_a_scheduler_samples_with_the_logprobs_of_the_packed_forward(kind):
     model = probe_of(kind).ours
     runner = ModelRunner(model, LIMITS)
-    line = Scheduler(runner.memory, frozenset(), lambda tokens: "")
+    line = Scheduler(runner.store, frozenset(), lambda tokens: "")
     prompt = [5, 9, 40, 7, 22, 8, 31]
     line.waiting.append(Request(prompt, SamplingParams(9, seed=3), 2))
     done = []
@@ -109,7 +109,7 @@ def test_a_decode_that_ignores_a_window_is_refused_by_name(monkeypatch):
 
 def test_the_model_itself_is_checked_for_a_few_tokens(monkeypatch, tiny_model_dir):
     model = load_model(str(tiny_model_dir), torch.float32, torch.device("cpu"))
-    assert ModelRunner(model, LIMITS).memory.store is None
+    assert ModelRunner(model, LIMITS).store.shape.num_bytes == 0
     attend = DecodeAttention.attend
     doubled = lambda self, q, k, v, layer: attend(self, q, k, 2 * v, layer)  # noqa: E731
     monkeypatch.setattr(DecodeAttention, "attend", doubled)

@@ -23,14 +23,14 @@ class Line(Scheduler):
 
     def __init__(self, model, codec, limits):
         self.runner = ModelRunner(model, limits)
-        super().__init__(self.runner.memory, codec.eos_token_ids, codec.decode)
+        super().__init__(self.runner.store, codec.eos_token_ids, codec.decode)
 
     def step(self):
         return generate_step(self, self.runner)
 
     @property
     def store(self):
-        return self.memory.store
+        return self.runner.store
 
 
 @pytest.fixture
@@ -221,14 +221,14 @@ def test_a_store_is_used_again_only_where_it_is_just_what_a_new_one_would_be(sch
     line = scheduler()
     line.waiting += [request(20, new=8, n=2) for _ in range(3)]
     finish(line)
-    store = line.store
+    shape, memory = line.store.shape, line.store.prefixes
     line.waiting += [request(30, new=8, n=2) for _ in range(3)]
     finish(line)
-    assert line.store is store
+    assert line.store.prefixes is memory
     line.waiting += [request(30, new=8, n=2) for _ in range(2)]
     finish(line)
-    assert line.store is not store
-    assert line.store.shape == replace(store.shape, slots=2, rows=4)
+    assert line.store.prefixes is not memory
+    assert line.store.shape == replace(shape, slots=2, rows=4)
 
 
 def test_prompts_are_computed_in_portions(tiny_model, scheduler, monkeypatch):
@@ -264,9 +264,10 @@ def test_sleep_frees_the_store(serve, tiny_codec):
     async def use(engine):
         sampling = SamplingParams(5)
         first = await complete(engine, [5, 6, 7], sampling)
-        assert engine._runner.memory.store is not None
+        assert engine._runner.store.shape.num_bytes > 0
         await engine.sleep()
-        assert engine._runner.memory.store is None
+        assert engine._runner.store.shape.num_bytes == 0
+        assert not any(layer.numel() for layer in engine._runner.store.prefixes.layers)
         second = await complete(engine, [5, 6, 7], sampling)
         return first, second
 

@@ -13,11 +13,8 @@ SHAPE = KVShape(
 
 
 def test_sizes_in_bytes():
-    # one token: keys and values, 2 layers, 2 heads of 8 numbers of 4 bytes
-    assert SHAPE.token_bytes == 2 * 2 * 2 * 8 * 4 == 256
-    assert SHAPE.slot_bytes == 40 * 256
-    assert SHAPE.row_bytes == 24 * 256
-    assert SHAPE.num_bytes == 3 * 40 * 256 + 6 * 24 * 256
+    token_bytes = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8 numbers of 4 bytes
+    assert SHAPE.num_bytes == (3 * 40 + 6 * 24) * token_bytes
     assert replace(SHAPE, dtype=torch.bfloat16).num_bytes == SHAPE.num_bytes // 2
 
 

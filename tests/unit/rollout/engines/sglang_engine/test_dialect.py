@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from treadle.errors import EngineError, EngineLostError
-from treadle.rollout.engines.server_engine import ServerLimits
-from treadle.rollout.engines.server_start import Client, ServerLaunch
-from treadle.rollout.engines.sglang_engine import SglangDialect
-from treadle.rollout.engines.sglang_engine.dialect import ServedModel
-from treadle.rollout.engines.sglang_engine.launch import arguments_of, check_interpreter, variables_of
-from treadle.rollout.engines.sglang_engine.replies import completion_of, request_of
+from treadle.rollout.engines.server_dialect import completion_of
+from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings
+from treadle.rollout.engines.sglang_engine.dialect import SglangDialect
 from treadle.types import SamplingParams, Status
 from treadle.weights import SentWeights
 from treadle.weights.shm import ShmSender
 
 SECONDS = 30.0
 PLAIN = SamplingParams(5)
+DIALECT = SglangDialect(Path("folder"), torch.float32, tied=True)
 
 
 def reply(finish=None, **about):
@@ -38,7 +35,7 @@ def reply(finish=None, **about):
 
 
 def test_a_reply_becomes_a_completion():
-    found = completion_of(reply(), 5, PLAIN, {0}, "sglang")
+    found = completion_of(DIALECT, reply(), 5, PLAIN, {0}, "sglang")
     assert (found.index, found.status, found.stop_reason) == (5, Status.COMPLETED, "eos")
     assert found.token_ids.tolist() == [7, 8, 0]
     assert found.logprobs.tolist() == [0.0, -0.5, -1.0]
@@ -59,13 +56,13 @@ def test_a_reply_becomes_a_completion():
     ],
 )
 def test_endings_in_our_words(finish, status, said):
-    found = completion_of(reply(finish), 0, PLAIN, {0}, "sglang")
+    found = completion_of(DIALECT, reply(finish), 0, PLAIN, {0}, "sglang")
     assert (found.status, found.stop_reason) == (status, said)
 
 
 def test_an_abort_before_the_first_token_is_empty():
     nothing = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}}
-    found = completion_of(nothing, 0, SamplingParams(5, top_k=3), {0}, "sglang")
+    found = completion_of(DIALECT, nothing, 0, SamplingParams(5, top_k=3), {0}, "sglang")
     assert [len(a) for a in (found.token_ids, found.logprobs, found.weight_versions)] == [0, 0, 0]
 
 
@@ -87,45 +84,47 @@ def test_an_abort_before_the_first_token_is_empty():
 )
 def test_malformed_replies_are_refused(malformed, message):
     with pytest.raises(EngineError, match=message):
-        completion_of(malformed, 0, PLAIN, {0}, "sglang")
+        completion_of(DIALECT, malformed, 0, PLAIN, {0}, "sglang")
 
 
 def test_what_ends_a_sample_is_said_in_full():
     sampling = SamplingParams(5, temperature=0.5, stop_token_ids=(9,), stop=("x",), seed=3)
-    body = request_of([1, 2], sampling, 0, {0, 4}, "name")
+    body = DIALECT.request_of([1, 2], sampling, 0, {0, 4}, "name")
     params = body["sampling_params"]
     assert (body["input_ids"], body["rid"], body["return_logprob"]) == ([1, 2], "name", True)
     assert (params["stop_token_ids"], params["ignore_eos"], params["stop"]) == ([0, 4, 9], False, ["x"])
-    seeds = [request_of([1], sampling, i, {0}, "n")["sampling_params"]["sampling_seed"] for i in range(3)]
+    seeds = [DIALECT.request_of([1], sampling, i, {0}, "n")["sampling_params"]["sampling_seed"] for i in range(3)]
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert "sampling_seed" not in request_of([1], SamplingParams(5, temperature=0), 0, {0}, "n")["sampling_params"]
+    assert (
+        "sampling_seed" not in DIALECT.request_of([1], SamplingParams(5, temperature=0), 0, {0}, "n")["sampling_params"]
+    )
 
 
 def test_stop_tokens_that_the_server_ignores_with_the_eos_are_found_in_the_reply():
     sampling = SamplingParams(5, stop_token_ids=(8, 0), ignore_eos=True)
-    assert request_of([1], sampling, 0, {0}, "n")["sampling_params"]["ignore_eos"] is True
-    found = completion_of(reply({"type": "length", "length": 3}), 0, sampling, {0}, "sglang")
+    assert DIALECT.request_of([1], sampling, 0, {0}, "n")["sampling_params"]["ignore_eos"] is True
+    found = completion_of(DIALECT, reply({"type": "length", "length": 3}), 0, sampling, {0}, "sglang")
     assert (found.status, found.stop_reason) == (Status.COMPLETED, "stop token 8")
     assert [array.tolist() for array in (found.token_ids, found.logprobs, found.weight_versions)] == [
         [7, 8],
         [0.0, -0.5],
         [3, 3],
     ]
-    none = completion_of(reply({"type": "length"}), 0, SamplingParams(5, ignore_eos=True), {0}, "sglang")
+    none = completion_of(DIALECT, reply({"type": "length"}), 0, SamplingParams(5, ignore_eos=True), {0}, "sglang")
     assert (none.status, len(none.token_ids)) == (Status.TRUNCATED, 3)
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_of_a_cut_distribution_its_own_logprobs_are_taken(cut):
     sampling = SamplingParams(5, **cut)
-    assert request_of([1], sampling, 0, {0}, "n")["return_sampling_mask"] is True
-    found = completion_of(reply(output_token_sampling_logprobs=[-0.25, 0, -2]), 0, sampling, {0}, "sglang")
+    assert DIALECT.request_of([1], sampling, 0, {0}, "n")["return_sampling_mask"] is True
+    found = completion_of(DIALECT, reply(output_token_sampling_logprobs=[-0.25, 0, -2]), 0, sampling, {0}, "sglang")
     assert found.logprobs.tolist() == [-0.25, 0.0, -2.0]
     with pytest.raises(EngineError, match=r"malformed reply.*output_token_sampling_logprobs"):
-        completion_of(reply(), 0, sampling, {0}, "sglang")
+        completion_of(DIALECT, reply(), 0, sampling, {0}, "sglang")
     with pytest.raises(EngineError, match="3 tokens with logprobs of 2"):
-        completion_of(reply(output_token_sampling_logprobs=[0, 0]), 0, sampling, {0}, "sglang")
+        completion_of(DIALECT, reply(output_token_sampling_logprobs=[0, 0]), 0, sampling, {0}, "sglang")
 
 
 # Updates
@@ -301,54 +300,11 @@ def test_a_caller_that_leaves_is_said_to_have_left(told, model_dir):
 
 
 def test_nobody_there_is_lost(model_dir):
-    dialect = SglangDialect(ServedModel(model_dir, torch.float32, tied=True))
+    dialect = SglangDialect(model_dir, torch.float32, tied=True)
 
     async def main():
-        engine = Client(dialect, {0}, ServerLimits(64)).engine("127.0.0.1:9", "engine 7")
+        engine = ServerEngine("127.0.0.1:9", "engine 7", ServerSettings(dialect, {0}, 64))
         with pytest.raises(EngineLostError, match="engine 7 is gone"):
             await engine.health()
 
     asyncio.run(main())
-
-
-# Its start
-
-
-def test_an_interpreter_without_sglang_is_named(tmp_path):
-    with pytest.raises(EngineError, match=r"has no sglang; install it there or name another.*--engine-python"):
-        check_interpreter(sys.executable)
-    with pytest.raises(EngineError, match=r"can't run .*nothing-there.*--engine-python"):
-        check_interpreter(str(tmp_path / "nothing-there"))
-
-
-def test_arguments_of_the_user_go_to_the_server_as_they_are(tiny_model_dir):
-    given = {"attention_backend": "torch_native", "disable-cuda-graph": True, "context_length": "100"}
-    launch = ServerLaunch("python", str(tiny_model_dir), "float32", "cpu", Path("log"), 1.0, 0.5, arguments=given)
-    words = arguments_of(launch, 4321)
-    text = " ".join(words)
-    assert "--attention-backend torch_native" in text
-    assert "--disable-cuda-graph" in words
-    assert "--port 4321" in text
-    assert "--context-length 108" in text  # with those that the server keeps for itself
-    assert f"--max-total-tokens {2**29 // (2 * 2 * 2 * 8 * 4)}" in text  # k and v, 2 layers, 2 heads of 8, 4 bytes
-    assert "--enable-memory-saver" not in words
-    assert "--tensor-parallel-size" not in words
-    plain = ServerLaunch("python", str(tiny_model_dir), "float32", "cpu", Path("log"), 1.0)
-    assert "--context-length 264" in " ".join(arguments_of(plain, 4321))
-
-
-def test_a_server_on_several_gpus_sleeps_and_shares_the_model_out(tiny_model_dir):
-    launch = ServerLaunch("python", str(tiny_model_dir), "bfloat16", "cuda", Path("log"), 1.0, gpus=4)
-    words = arguments_of(launch, 4321)
-    assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set(words)
-    assert "--tensor-parallel-size 4" in " ".join(words)
-    assert "--device" not in words
-    assert "--max-total-tokens" not in words
-
-
-def test_the_variables_give_a_cpu_server_its_share(monkeypatch):
-    launch = ServerLaunch("python", "folder", "bfloat16", "cpu", Path("log"), 1.0, threads=3)
-    found = variables_of(launch)
-    assert (found["SGLANG_USE_CPU_ENGINE"], found["OMP_NUM_THREADS"]) == ("1", "3")
-    monkeypatch.setenv("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", "9")
-    assert variables_of(launch)["SGLANG_REQUEST_STATE_WAIT_TIMEOUT"] == "9"

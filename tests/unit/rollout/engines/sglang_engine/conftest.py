@@ -8,10 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from treadle.rollout.engines.server_engine import ServerLimits
-from treadle.rollout.engines.server_start import Client
-from treadle.rollout.engines.sglang_engine import SglangDialect
-from treadle.rollout.engines.sglang_engine.dialect import ServedModel
+from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings
+from treadle.rollout.engines.sglang_engine.dialect import SglangDialect
 
 SECONDS = 30.0
 
@@ -50,8 +48,8 @@ def told():
         async def main():
             server = await asyncio.start_server(serve, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
-            dialect = SglangDialect(ServedModel(model_dir, torch.float32, tied=True))
-            engine = Client(dialect, {0}, ServerLimits(64, answer_seconds=5)).engine(f"127.0.0.1:{port}", "engine 7")
+            dialect = SglangDialect(model_dir, torch.float32, tied=True)
+            engine = ServerEngine(f"127.0.0.1:{port}", "engine 7", ServerSettings(dialect, {0}, 64, answer_seconds=5))
             await asyncio.wait_for(use(engine), SECONDS)
             server.close()
 
