@@ -34,8 +34,8 @@ RUN_SECONDS = 300.0
 MakeConfig = Callable[..., Config]
 
 
-def place(config: Config, notes: list[str], **how: bool) -> placement.Places:
-    return asyncio.run(placement.place(config, notes.append, **{"trains": True, "generates": True, **how}))
+def place(config: Config, notes: list[str], *, can_grow: bool) -> placement.Places:
+    return asyncio.run(placement.place(config, notes.append, can_grow=can_grow))
 
 
 def test_workers_get_bundles_in_order_and_give_them_back(ray_here: Any, make_config: MakeConfig) -> None:

@@ -130,7 +130,13 @@ def restore(session: Session, trainer: Any, source: PromptSource | None) -> None
     if source is not None and "source" in checkpoint.state:
         source.load_state(checkpoint.state["source"])
     set_random_state(checkpoint.entry("random", dict))
-    session.progress.note(f"resuming at rollout {checkpoint.rollout_id} from {checkpoint.path}")
+    note_resumed(session)
+
+
+def note_resumed(session: Session) -> None:
+    """Show which checkpoint the run goes on from, if it does."""
+    if session.checkpoint is not None:
+        session.progress.note(f"resuming at rollout {session.checkpoint.rollout_id} from {session.checkpoint.path}")
 
 
 def is_finished(session: Session, schedule: Schedule) -> bool:
