@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from treadle.chat import load_codec
 from treadle.errors import DeadlineError, EngineError, EngineLostError, TreadleError, WorkerLostError
@@ -60,17 +60,9 @@ class EngineActor(WorkerActor):
         await self.engine.receive(offer)
         return self.engine.version
 
-    async def set_version(self, version: int) -> None:
-        await self.engine.set_version(version)
-
-    async def abort(self) -> None:
-        await self.engine.abort()
-
-    async def pause(self) -> None:
-        await self.engine.pause()
-
-    async def resume(self) -> None:
-        await self.engine.resume()
+    async def ask(self, method: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Call this method of the engine."""
+        await getattr(self.engine, method.__name__)(*args)
 
     async def sleep(self) -> float | None:
         """Put the engine to sleep; return the peak memory of the turn that ends, in GiB (None for a server)."""
@@ -87,9 +79,6 @@ class EngineActor(WorkerActor):
 
     def _turn(self) -> float | None:
         return None if self._memory is None else self._memory.turn()
-
-    async def health(self) -> None:
-        await self.engine.health()
 
 
 class RemoteEngine:
@@ -128,17 +117,23 @@ class RemoteEngine:
         self._version = await _answer(call, self._weights_seconds)
 
     async def set_version(self, version: int) -> None:
-        await _answer(self._worker.call("the version", EngineActor.set_version, version), self._answer_seconds)
+        await self._ask("the version", Engine.set_version, version)
         self._version = version
 
     async def abort(self) -> None:
-        await _answer(self._worker.call("abort", EngineActor.abort), self._answer_seconds)
+        await self._ask("abort", Engine.abort)
 
     async def pause(self) -> None:
-        await _answer(self._worker.call("pause", EngineActor.pause), self._answer_seconds)
+        await self._ask("pause", Engine.pause)
 
     async def resume(self) -> None:
-        await _answer(self._worker.call("resume", EngineActor.resume), self._answer_seconds)
+        await self._ask("resume", Engine.resume)
+
+    async def health(self) -> None:
+        await self._ask("health", Engine.health)
+
+    async def _ask(self, what: str, method: Callable[..., Awaitable[None]], *args: Any) -> None:
+        await _answer(self._worker.call(what, EngineActor.ask, method, *args), self._answer_seconds)
 
     async def sleep(self) -> None:
         self.turn_gib = await _answer(self._worker.call("sleep", EngineActor.sleep), self._answer_seconds)
@@ -146,9 +141,6 @@ class RemoteEngine:
     async def wake(self, part: EnginePart) -> None:
         call = self._worker.call(f"wake {part}", EngineActor.wake, part)
         self.turn_gib = await _answer(call, self._answer_seconds)
-
-    async def health(self) -> None:
-        await _answer(self._worker.call("health", EngineActor.health), self._answer_seconds)
 
     async def close(self) -> None:
         """End the process at once."""
