@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from treadle.config import BatchArithmetic, Config
 from treadle.errors import ModelError
 from treadle.metrics import Metric, metric
-from treadle.models.forward import embeddings_of
+from treadle.models.forward import embeddings_of, recompute_layers
 from treadle.models.offload import HostCopies
-from treadle.models.recompute import recompute_layers
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.critic import Critic

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.errors import ModelError, first_line
-from treadle.models.load import save_model, write_model_config
+from treadle.models.saving import save_model, write_model_config
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.sharded_state import write_model_folder, write_parts
 
