@@ -300,10 +300,19 @@ REWARDS = _table(
 
 @dataclass(frozen=True)
 class EngineRecord(Record):
-    """An engine. `title` is the name of its server, `owned` are the server's arguments that Treadle sets itself."""
+    """An engine; `function` is the path of a server's kind below `treadle.rollout.engines`.
+
+    `title` is the name of the server, `owned` are the server's arguments that Treadle sets itself.
+    """
+
+    MODULE = "treadle.rollout.engines"
 
     title: str = ""
     owned: frozenset[str] = frozenset()
+
+    def load(self, settings: Mapping[str, Any] | None = None) -> Any:
+        """Import and return the `treadle.rollout.engines.server_kind.ServerKind`."""
+        return pkgutil.resolve_name(f"{self.MODULE}.{self.function}")
 
 
 ENGINES = _table(
@@ -311,6 +320,7 @@ ENGINES = _table(
     EngineRecord(
         "vllm",
         "a vLLM server",
+        function="vllm_engine.launch:VLLM",
         title="vLLM",
         owned=frozenset(
             """model host port dtype seed max_num_seqs logprobs_mode weight_transfer_config enable_scale_out
@@ -320,6 +330,7 @@ ENGINES = _table(
     EngineRecord(
         "sglang",
         "an SGLang server",
+        function="sglang_engine.launch:SGLANG",
         title="SGLang",
         owned=frozenset(
             """model_path model host port dtype random_seed max_running_requests device skip_tokenizer_init

@@ -1,6 +1,6 @@
 """The command line: `treadle train | eval | plan | config | model`.
 
-Everything heavy is imported by the command that needs it, so that help comes at once.
+Everything heavy is imported by the command that needs it, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ usage: treadle COMMAND [RECIPE] [--flag value ...]
   config  [RECIPE] [--flags]   print the whole configuration as a recipe
   config  --docs PAGE            print a generated page: flags, metrics or algorithms
   model   fetch NAME [--out DIR]            download a small bundled model
-          info PATH                         say what a model folder holds
+          info PATH                         show what a model folder holds
           export CHECKPOINT OUT [--dtype]   write a checkpoint as a Hugging Face folder
 
 A recipe is a TOML file; a flag wins over it. `treadle train --help` lists every flag.
@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     try:
-        code = _dispatch(words)
-        if sys.stdout is not None and not sys.stdout.closed:  # code of the user's may have closed it
-            sys.stdout.flush()  # a reader that went away is noticed here, not while Python shuts down
-        return code
+        _dispatch(words)
+        if sys.stdout is not None and not sys.stdout.closed:  # the user's code may have closed it
+            sys.stdout.flush()  # a closed pipe is noticed here, not while Python shuts down
+        return 0
     except TreadleError as error:
         _report(f"error: {error}")
         return EXIT_USER_ERROR
@@ -92,7 +92,7 @@ def _open_closed_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Let what is still to be written to stdout, also by Python at its end, go nowhere."""
+    """Discard what is still to be written to stdout, also by Python at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -115,7 +115,7 @@ def _show(page: str) -> None:
 
 
 def _last_resort(error: Exception) -> int:
-    """Report in one line what nothing below foresaw: a machine that ran out of something, else a fault in Treadle."""
+    """Report an unforeseen exception in one line: a machine that ran out of something, or else a fault in Treadle."""
     what = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "not enough memory" in what or "out of memory" in what:
         remedy = "`treadle plan` shows what a run takes; lower its batch sizes or use a smaller model"
@@ -135,11 +135,10 @@ def _last_resort(error: Exception) -> int:
     import traceback
 
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="treadle-error-", suffix=".txt", delete=False, errors="replace"
-        ) as file:
-            file.write("".join(traceback.format_exception(error)))
-        report = f"please report it with {file.name}, which holds the traceback"
+        number, name = tempfile.mkstemp(".txt", "treadle-error-")
+        with open(number, "w", errors="replace") as file:
+            traceback.print_exception(error, file=file)
+        report = f"please report it with {name}, which holds the traceback"
     except OSError:
         report = "please report it with its traceback, which TREADLE_TRACEBACK=1 shows"
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -148,109 +147,91 @@ def _last_resort(error: Exception) -> int:
     return EXIT_INTERNAL_ERROR
 
 
-def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP, end="")
-        return 0
-    if words[0] == "--version":
-        print(f"treadle {__version__}")
-        return 0
-    commands: dict[str, Callable[[list[str]], int]] = {
+def _dispatch(words: list[str]) -> None:
+    command, *rest = words or ["help"]
+    commands: dict[str, Callable[[list[str]], object]] = {
         "train": _train,
         "eval": _eval,
         "plan": _plan,
         "config": _config,
         "model": _model,
     }
-    if words[0] not in commands:
-        raise ConfigError(_unknown_command(words[0], list(commands)))
-    return commands[words[0]](words[1:])
+    if command in ("-h", "--help", "help"):
+        print(HELP, end="")
+    elif command == "--version":
+        print(f"treadle {__version__}")
+    elif command in commands:
+        commands[command](rest)
+    elif command.startswith("-") or command.endswith(".toml"):
+        raise ConfigError(f"{command!r} comes after a command: treadle train {command}")
+    else:
+        from treadle.registry import suggestion
 
-
-def _unknown_command(word: str, commands: list[str]) -> str:
-    from treadle.registry import suggestion
-
-    if word.startswith("-") or word.endswith(".toml"):
-        return f"{word!r} comes after a command: treadle train {word}"
-    known = f"; commands are {', '.join(commands)}"
-    return f"no command {word!r}{suggestion(word, commands) or known}"
+        known = f"; commands are {', '.join(commands)}"
+        raise ConfigError(f"no command {command!r}{suggestion(command, list(commands)) or known}")
 
 
 def _load(command: str, words: list[str]) -> tuple[Config, str]:
-    """The configuration and the recipe's name; the recipe is the first word that is no flag."""
+    """Return the configuration and the recipe's name; the recipe is the first word unless that is a flag."""
     from treadle.config import load_config
 
-    recipe = _recipe_path(words[0]) if words and not words[0].startswith("-") else None
-    flags = words[1:] if recipe else words
-    config = load_config(recipe, flags, prog=f"treadle {command} [RECIPE]")
+    recipe = None
+    if words and not words[0].startswith("-"):
+        recipe, words = Path(os.path.expanduser(words[0])), words[1:]
+    config = load_config(recipe, words, prog=f"treadle {command} [RECIPE]")
     return config, recipe.stem if recipe else "run"
 
 
-def _recipe_path(word: str) -> Path:
-    try:
-        return Path(word).expanduser()
-    except RuntimeError:
-        return Path(word)  # no such user: the file is missing under this name
-
-
-def _train(words: list[str]) -> int:
+def _train(words: list[str]) -> None:
     config, recipe_name = _load("train", words)
     from treadle.run.start import train
 
     train(config, recipe_name)
-    return 0
 
 
-def _eval(words: list[str]) -> int:
+def _eval(words: list[str]) -> None:
     config, recipe_name = _load("eval", words)
     from treadle.run.start import evaluate
 
     evaluate(config, recipe_name)
-    return 0
 
 
-def _plan(words: list[str]) -> int:
+def _plan(words: list[str]) -> None:
     config, recipe_name = _load("plan", words)
     from treadle.run.plan import plan_run
 
     _show(plan_run(config, recipe_name))
-    return 0
 
 
-def _config(words: list[str]) -> int:
+def _config(words: list[str]) -> None:
     if words and words[0].split("=", 1)[0] == "--docs":
-        print(_docs_page(words), end="")
-        return 0
+        from treadle.config.docs import PAGES
+
+        names = [word.removeprefix("--docs=") for word in words if word != "--docs"]
+        if len(names) != 1 or names[0] not in PAGES:
+            raise ConfigError(f"--docs takes one page: {' or '.join(PAGES)}")
+        print(PAGES[names[0]](), end="")
+        return
     config, _ = _load("config", words)
     from treadle.config import to_toml
 
     print(to_toml(config), end="")
-    return 0
-
-
-def _docs_page(words: list[str]) -> str:
-    from treadle.config.docs import PAGES
-
-    names = [word.removeprefix("--docs=") for word in words if word != "--docs"]
-    if len(names) != 1 or names[0] not in PAGES:
-        raise ConfigError(f"--docs takes one page: {' or '.join(PAGES)}")
-    return PAGES[names[0]]()
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose complaints are ours: one line, and an exception instead of an exit."""
+    """An argument parser that raises its errors, one line each, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
-def _model(words: list[str]) -> int:
-    parser = _Parser(prog="treadle model", description="Fetch, look at, and export models.")
+def _model(words: list[str]) -> None:
+    parser = _Parser(prog="treadle model", description="Fetch, inspect and export models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     fetch = commands.add_parser("fetch", help="download a small bundled model")
     fetch.add_argument("name", help="smollm2-135m-instruct")
     fetch.add_argument("--out", type=Path, help="folder to put it in; the default is the cache")
-    info = commands.add_parser("info", help="say what a model folder holds")
+    info = commands.add_parser("info", help="show what a model folder holds")
     info.add_argument("path", help="model folder, hub id, or bundled name")
     to_hf = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
     to_hf.add_argument("checkpoint", type=Path, help="one checkpoint, or a run or save folder for its newest")
@@ -262,14 +243,11 @@ def _model(words: list[str]) -> int:
 
         print(fetch_model(given.name, given.out))
     elif given.command == "info":
-        from treadle.models.export import model_info
+        from treadle.models.bundled import resolve
+        from treadle.models.saving import model_info
 
-        _show(model_info(given.path))
+        _show(model_info(resolve(given.path)))
     else:
         from treadle.run.start import export
 
-        def warn(text: str) -> None:
-            _report(f"warning: {text}")
-
-        print(export(given.checkpoint, given.out, given.dtype, warn))
-    return 0
+        print(export(given.checkpoint, given.out, given.dtype, lambda text: _report(f"warning: {text}")))

@@ -25,7 +25,7 @@ from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.rollout.engines.server_client import Call
 from treadle.rollout.engines.server_engine import ServerEngine
 from treadle.rollout.engines.sglang_engine import updates as sglang_updates
-from treadle.run.servers import KINDS
+from treadle.run.servers import server_kind as kind_of
 from treadle.types import SamplingParams, Status
 from treadle.weights import Offer, SentWeights, broadcast, cuda_ipc, sglang_group
 from treadle.weights.disk import DiskSender
@@ -45,7 +45,7 @@ TRAP = "model.layers.1.self_attn.v_proj.weight"  # sent when the queries are out
 def broadcast_to(server_kind, weights, num_receivers=1):
     """The trainer's end of the broadcast in which servers of this kind take part."""
     sender = {broadcast.NAME: broadcast.open_broadcast, sglang_group.NAME: sglang_group.open_sglang_group}[
-        KINDS[server_kind].broadcast
+        kind_of(server_kind).broadcast
     ]
     return sender(weights, num_receivers, bucket_bytes=BUCKET_BYTES, timeout_seconds=30.0)
 
@@ -221,7 +221,7 @@ def test_a_trainer_killed_while_it_broadcasts_leaves_a_server_that_refuses(serve
     async def use(engine, model):
         change(model)
         save_file({name: weight.detach().clone() for name, weight in model.named_parameters()}, file)
-        kind = KINDS[server_kind].broadcast
+        kind = kind_of(server_kind).broadcast
         given = {"kind": kind, "folder": str(tmp_path), "weights": str(file), "dtype": None, "device": "cpu"}
         assert trainer("start", **given) is None
         assert trainer("die_at", name=TRAP) is None
@@ -291,7 +291,7 @@ def test_every_worker_of_a_divided_server_receives(
 
     async def main():
         model = load(folder)
-        engine = await KINDS[server_kind].start(launch, settings_of(server_kind, folder))
+        engine = await kind_of(server_kind).start(launch, settings_of(server_kind, folder))
         try:
             assert await engine.num_receivers() == 2
             sender = broadcast_to(server_kind, sent(model), 2)
@@ -319,7 +319,7 @@ def test_several_servers_take_one_broadcast_and_the_loss_of_one_tears_the_others
 
     async def use(one, model):
         launch = launch_server(server_kind, wide_model_dir)
-        two = await KINDS[server_kind].start(launch, settings_of(server_kind, wide_model_dir), "engine 2")
+        two = await kind_of(server_kind).start(launch, settings_of(server_kind, wide_model_dir), "engine 2")
         await two.set_version(0)
         weights = dict(model.named_parameters())
 
@@ -423,7 +423,7 @@ def test_a_server_of_somebody_else_is_reached_and_left_running(server_kind, sett
 
     async def main():
         for _ in range(2):
-            engine = await KINDS[server_kind].connect(address, settings_of(server_kind, wide_model_dir), seconds=20)
+            engine = await kind_of(server_kind).connect(address, settings_of(server_kind, wide_model_dir), seconds=20)
             await engine.set_version(0)
             assert len(await generate(engine, n=2)) == 2
             await engine.close()
@@ -445,7 +445,7 @@ def test_the_life_of_a_server(server_kind, settings_of, launch_server, make_wide
     notes: list[str] = []
 
     def start(name):
-        return KINDS[server_kind].start(launch, settings_of(server_kind, folder, answer_seconds=20), name)
+        return kind_of(server_kind).start(launch, settings_of(server_kind, folder, answer_seconds=20), name)
 
     async def main():
         model = load(folder)

@@ -24,9 +24,8 @@ import pytest
 from treadle.config import Config
 from treadle.errors import ConfigError, DeadlineError, EngineError, TreadleError, WorkerLostError
 from treadle.run.ray import placement
-from treadle.run.ray.calls import Call
-from treadle.run.ray.rank_workers import RankActor
-from treadle.run.ray.worker import HEALTH_CHECKS, BusyWorker, while_alive
+from treadle.run.ray.train_workers import RankActor
+from treadle.run.ray.worker import HEALTH_CHECKS, BusyWorker, Call, while_alive
 from treadle.storage.private_folder import cache_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -35,8 +34,8 @@ RUN_SECONDS = 300.0
 MakeConfig = Callable[..., Config]
 
 
-def place(config: Config, notes: list[str], **how: bool) -> placement.Places:
-    return asyncio.run(placement.place(config, notes.append, **{"trains": True, "generates": True, **how}))
+def place(config: Config, notes: list[str], *, can_grow: bool) -> placement.Places:
+    return asyncio.run(placement.place(config, notes.append, can_grow=can_grow))
 
 
 def test_workers_get_bundles_in_order_and_give_them_back(ray_here: Any, make_config: MakeConfig) -> None:

@@ -11,7 +11,7 @@ import torch
 from treadle.errors import EngineError
 from treadle.rollout.engines.server_engine import ServerSettings
 from treadle.rollout.engines.server_kind import ServerLaunch
-from treadle.run.servers import KINDS
+from treadle.run.servers import server_kind as kind_of
 from treadle.types import SamplingParams
 from treadle.weights import SentWeights, broadcast, sglang_group
 from treadle.weights.cuda_ipc import CudaIpcSender
@@ -36,7 +36,7 @@ def sender_of(engine_kind, way, weights):
         return ShmSender(weights)
     device = torch.device("cuda:1" if way == "nccl" else "cpu")
     open_sender = {broadcast.NAME: broadcast.open_broadcast, sglang_group.NAME: sglang_group.open_sglang_group}[
-        KINDS[engine_kind].broadcast
+        kind_of(engine_kind).broadcast
     ]
     return open_sender(weights, 1, backend=way, bucket_bytes=1 << 16, timeout_seconds=30.0, device=device)
 
@@ -79,7 +79,7 @@ def test_logprobs_after_a_push_to_a_server_on_a_gpu(engine_kind, kind, tied, req
     model.to("cuda:1" if kind == "nccl" else "cuda:0")
     python, log = request.getfixturevalue(f"{engine_kind}_python"), tmp_path / "server.log"
     launch = ServerLaunch(python, str(folder), "float32", "cuda", log, 600, arguments=SMALL[engine_kind])
-    server = KINDS[engine_kind]
+    server = kind_of(engine_kind)
     settings = ServerSettings(server.dialect(folder, torch.float32, "cuda"), {0}, CONTEXT, sleeps=True)
 
     async def main() -> None:

@@ -9,27 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treadle.config import Config, recorded
+from treadle.data import PromptSource
 from treadle.errors import FailedSamplesError
 from treadle.metrics import Metric
-from treadle.models.context import context_length
+from treadle.models.model_config import context_length
 from treadle.models.trainable import FULL
 from treadle.rollout.engines.base import Engine
-from treadle.rollout.filters import load_filter
-from treadle.rollout.manager import RolloutManager
 from treadle.run import build
 from treadle.run.compute import ComputeThread
-from treadle.run.differences import check_supplies
 from treadle.run.lease import Lease
 from treadle.run.loop import Schedule, train_loop
 from treadle.run.memory import PeakMemory
 from treadle.run.parts import Parts
-from treadle.run.rollouts import Generation, Rollouts
+from treadle.run.resume import save_trainer, seed_everything
+from treadle.run.rollouts import Rollouts
 from treadle.run.servers import ServerPlace, is_server, open_local_servers
-from treadle.run.session import Session, finish, is_finished, open_outputs, restore, schedule_of
-from treadle.run.state import random_state, seed_everything
+from treadle.run.session import Session, check_training, finish, is_finished, open_outputs, restore, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
-from treadle.training.checkpoint import save_checkpoint
 from treadle.training.trainer import Trainer
 from treadle.types import Group
 from treadle.weights import SentWeights
@@ -44,9 +40,8 @@ Publish = Callable[[int], Awaitable[None]]
 
 @dataclass(frozen=True, eq=False)
 class LocalTrainer:
-    """The trainer of this process, run by its one thread that computes. It saves the tokenizer beside the model."""
+    """The trainer of this process, run by its one compute thread. It saves the tokenizer beside the model."""
 
-    config: Config
     trainer: Trainer
     save_codec: Callable[[Path], None]
     compute: ComputeThread
@@ -55,38 +50,19 @@ class LocalTrainer:
         return await self.compute.run(self.trainer.train, groups, rollout_id)
 
     async def save(self, folder: Path, done: int, state: Mapping[str, Any]) -> None:
-        await self.compute.run(self._save, folder, done, state)
-
-    def _save(self, folder: Path, done: int, state: Mapping[str, Any]) -> None:
-        trainer = self.trainer
-
-        def write_model(path: Path) -> None:
-            trainer.write_model(path)
-            self.save_codec(path)
-
-        save_checkpoint(
-            folder,
-            done,
-            write_model=write_model,
-            write_rest=trainer.write_rest,
-            optimizer=trainer.optimizer.state_tensors(),
-            state={**trainer.state(), "random": random_state(), "dtype": self.config.model.dtype, **state},
-            config=recorded(self.config),
-            keep=self.config.checkpoint.keep_checkpoints,
-        )
+        await self.compute.run(save_trainer, self.trainer, self.save_codec, folder, done, state)
 
 
 async def train_locally(session: Session, recipe_name: str, stop: Stop) -> dict[str, Any]:
-    """Train in this process. Returns the summary."""
+    """Train in this process; return the summary."""
     began = time.perf_counter()
-    config, progress = session.config, session.progress
-    trains, generates = not config.debug.debug_rollout_only, not config.debug.debug_train_only
+    config, progress, files = session.config, session.progress, session.files
     build.check_one_process(config, progress.warn)
     progress.phase("loading the data")
-    source = build.load_source(config, session.codec, session.max_prompt, progress.warn) if generates else None
-    if trains:  # a mistake is reported before a model is loaded
-        check_supplies(build.resolve_objective(config), session.checkpoint)
-    teacher = build.find_teacher(config, session.codec, session.max_prompt)
+    source = None
+    if not config.debug.debug_train_only:
+        source = build.load_source(config, files.codec, files.max_prompt, progress.warn)
+    teacher = check_training(session)
     schedule = schedule_of(session, None if source is None else len(source))
     if is_finished(session, schedule):
         return {}
@@ -95,27 +71,22 @@ async def train_locally(session: Session, recipe_name: str, stop: Stop) -> dict[
     async with AsyncExitStack() as stack:
         compute = _compute_thread(stack)
         model = await compute.run(build.load_policy, config, session.policy_path)
-        trainer = None
-        if trains:
-            trainer = await compute.run(
-                build.build_trainer, config, model, schedule.num_rollout, progress.warn, teacher
-            )
-            await compute.run(trainer.try_writing, session.codec.save)
+        trainer = await _load_trainer(session, model, schedule, teacher, compute)
         await compute.run(restore, session, trainer, source)
-        scorer = await build.open_scorer(config, config.reward, stack) if generates else None
+        scoring = None
+        if source is not None:
+            scoring = await build.open_scoring(config, files.codec, files.max_prompt, stack)
         outputs = open_outputs(session, stack)
-        rollouts = publish = None
-        lease = Lease()
-        if source is not None and scorer is not None:
-            manager, publish = await _open_engine(session, model, outputs.folder.path, compute, stack)
-            sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
+        rollouts, publish, lease = None, None, Lease()
+        if scoring is not None:
+            rollouts, publish = await _open_rollouts(
+                session, model, source, scoring, outputs.folder.path, compute, stack
+            )
             await publish(schedule.start_rollout_id)
-            keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
-            rollouts = Rollouts(config, Generation(manager, source, scorer, sets, keep), progress.phase)
-            lease = Lease(manager.engine)
-        local = None if trainer is None else LocalTrainer(config, trainer, session.codec.save, compute)
-        memory, device = PeakMemory(), "cpu" if trainer is None else trainer.device.type
-        parts = Parts(config, schedule, outputs, rollouts, local, publish, lambda: memory.metrics(device))
+            lease = Lease(rollouts.generation.manager.engine)
+        local = None if trainer is None else LocalTrainer(trainer, files.codec.save, compute)
+        memory = PeakMemory("cpu" if trainer is None else trainer.device.type)
+        parts = Parts(config, schedule, outputs, rollouts, local, publish, memory.metrics)
         progress.start(schedule.num_rollout, schedule.start_rollout_id)
         finished_after = None
         try:
@@ -129,18 +100,15 @@ async def train_locally(session: Session, recipe_name: str, stop: Stop) -> dict[
 async def evaluate_locally(session: Session, recipe_name: str) -> None:
     """Evaluate in this process; raises `FailedSamplesError`, once all is written, if too many answers failed."""
     began = time.perf_counter()
-    config, progress, done = session.config, session.progress, session.start_rollout_id
+    config, progress, files, done = session.config, session.progress, session.files, session.start_rollout_id
     progress.phase("loading the model")
-    path = session.model_path if session.checkpoint is None else str(session.checkpoint.path / "model")
     async with AsyncExitStack() as stack:
         compute = _compute_thread(stack)
-        model = await compute.run(build.load_policy, config, path, trainable=False)
-        scorer = await build.open_scorer(config, config.reward, stack)
-        sets = await build.open_eval_sets(config, session.codec, session.max_prompt, scorer, stack)
+        model = await compute.run(build.load_policy, config, session.weights_path, trainable=False)
+        scoring = await build.open_scoring(config, files.codec, files.max_prompt, stack)
         outputs = open_outputs(session, stack)
-        manager, publish = await _open_engine(session, model, outputs.folder.path, compute, stack)
+        rollouts, publish = await _open_rollouts(session, model, None, scoring, outputs.folder.path, compute, stack)
         await publish(done)
-        rollouts = Rollouts(config, Generation(manager, None, scorer, sets), progress.phase)
         parts = Parts(config, Schedule(done, done), outputs, rollouts, None, None, list)
         try:
             await parts.evaluate(done)
@@ -158,19 +126,38 @@ def _compute_thread(stack: AsyncExitStack) -> ComputeThread:
     return compute
 
 
-async def _open_engine(
-    session: Session, model: PreTrainedModel, folder: Path, compute: ComputeThread, stack: AsyncExitStack
-) -> tuple[RolloutManager, Publish]:
+async def _load_trainer(
+    session: Session, model: PreTrainedModel, schedule: Schedule, teacher: str | None, compute: ComputeThread
+) -> Trainer | None:
+    """Build the trainer, and check that what it trains can be saved; None in a run that never trains."""
+    config, warn = session.config, session.progress.warn
+    if config.debug.debug_rollout_only:
+        return None
+    trainer = await compute.run(build.build_trainer, config, model, schedule.num_rollout, warn, teacher)
+    await compute.run(trainer.try_writing, session.files.codec.save)
+    return trainer
+
+
+async def _open_rollouts(
+    session: Session,
+    model: PreTrainedModel,
+    source: PromptSource | None,
+    scoring: build.Scoring,
+    folder: Path,
+    compute: ComputeThread,
+    stack: AsyncExitStack,
+) -> tuple[Rollouts, Publish]:
     """Open what generates with the weights of this model, and what brings it to them when they have changed."""
-    config, codec, progress = session.config, session.codec, session.progress
+    config, codec, progress = session.config, session.files.codec, session.progress
     engine: Engine
     if is_server(config):
         progress.phase(f"starting {config.rollout.rollout_engine}")
-        place = ServerPlace(session.model_path, codec, folder / "engines")
+        place = ServerPlace(session.files.path, codec, folder / "engines")
         engine, publisher = await open_local_servers(config, place, model, progress.warn, stack)
     else:
         engine = build.open_torch_engine(config, model, codec, compute)
         stack.push_async_callback(engine.close)
         publisher = publish_in_process(SentWeights(FULL.published(model)), engine.receive, progress.warn)
-    manager = await build.open_manager(config, engine, codec, context_length(model.config), stack)
-    return manager, publisher.publish
+    context = context_length(model.config)
+    generation = await build.open_generation(config, engine, codec, context, source, scoring, stack)
+    return Rollouts(config, generation, progress.phase), publisher.publish

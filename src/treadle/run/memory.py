@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from treadle.config import Config, batch_arithmetic
 from treadle.errors import ConfigError
@@ -48,9 +49,17 @@ class ModelShape:
     device: str
     teacher_parameters: int = 0
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one weight."""
+        return _DTYPE_BYTES[self.dtype]
 
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.itemsize
+
+
+class MemoryPart(NamedTuple):
     """One line of the estimate."""
 
     name: str
@@ -71,8 +80,7 @@ class WorkerMemory:
         return sum(part.num_bytes for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class MachineMemory:
+class MachineMemory(NamedTuple):
     """Memory in bytes, and what has it."""
 
     total: int
@@ -81,7 +89,7 @@ class MachineMemory:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as GiB with three digits that matter.
+    """Return bytes as GiB with three significant digits.
 
     >>> gib(3 * 2**30), gib(2**29)
     ('3.00 GiB', '0.50 GiB')
@@ -91,59 +99,56 @@ def gib(num_bytes: float) -> str:
 
 
 def memory_of_workers(config: Config, shape: ModelShape) -> tuple[WorkerMemory, ...]:
-    """What each worker of the run holds when it holds most; one process in the local runtime."""
-    cluster, debug = config.cluster, config.debug
-    weights = MemoryPart(f"weights ({shape.dtype})", shape.parameters * _DTYPE_BYTES[shape.dtype])
-    generation = () if debug.debug_train_only else tuple(_generation(config, shape))
-    trains = not debug.debug_rollout_only
+    """Return what each worker of the run holds when it holds most; the local runtime has one process."""
+    cluster, trains = config.cluster, not config.debug.debug_rollout_only
+    generation = () if config.debug.debug_train_only else tuple(_generation(config, shape))
     if cluster.runtime == "local":
-        training = tuple(_training(config, shape, 1)) if trains else ()
-        return (WorkerMemory("process", 1, (weights, *training, *generation)),)
+        training = _training(config, shape, 1) if trains else ()
+        return (WorkerMemory("process", 1, (*_weights(config, shape, 1), *training, *generation)),)
     found = []
     if trains:
         ranks, own = cluster.num_train_workers, cluster.num_critic_workers
-        parts = [*_model(config, shape, ranks), *_training(config, shape, ranks)]
-        found.append(WorkerMemory("train worker", ranks, tuple(parts)))
+        parts = (*_weights(config, shape, ranks), *_training(config, shape, ranks))
+        found.append(WorkerMemory("train worker", ranks, parts))
         if _has_critic(config) and own:
-            parts = [
-                *_model(config, shape, own),
-                *_trained_state(config, shape, own),
-                *_activations(config, shape, own),
-            ]
-            found.append(WorkerMemory("critic worker", own, tuple(parts)))
+            parts = (*_model(config, shape, own), _activations(config, shape, own))
+            found.append(WorkerMemory("critic worker", own, parts))
     if generation:
-        found.append(WorkerMemory("engine", cluster.num_engines, (weights, *generation)))
+        found.append(WorkerMemory("engine", cluster.num_engines, (*_weights(config, shape, 1), *generation)))
     return tuple(found)
 
 
-def _model(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
-    """The weights a rank computes with: all, or of a sharded model what is gathered at a time."""
-    size = _DTYPE_BYTES[shape.dtype]
-    if ranks == 1:
-        yield MemoryPart(f"weights ({shape.dtype})", shape.parameters * size)
-        return
-    embeddings = shape.vocab_size * shape.hidden_size
-    layer = (shape.parameters - embeddings) / shape.num_layers / config.parallel.tensor_parallel_size
-    yield MemoryPart(f"weights ({shape.dtype})", int(size * (embeddings + 2 * layer)), "gathered: two layers at a time")
+def _weights(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
+    """The weights that a rank computes with: all, or what is gathered at a time of a sharded model."""
+    size, note = float(shape.weight_bytes), ""
+    if ranks > 1:
+        embeddings = shape.vocab_size * shape.hidden_size
+        layer = (shape.parameters - embeddings) / shape.num_layers / config.parallel.tensor_parallel_size
+        size, note = shape.itemsize * (embeddings + 2 * layer), "gathered: two layers at a time"
+    yield MemoryPart(f"weights ({shape.dtype})", int(size), note)
 
 
 def _trained_state(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
-    """Masters, gradients and Adam of a model on so many ranks; shards are masters."""
-    parallel, parameters = config.parallel, shape.parameters
-    own = parameters * parallel.fsdp_replicate_size // ranks if ranks > 1 else parameters
+    """Master weights, gradients and Adam's moments of a model on so many ranks; shards are masters."""
+    parallel, parameters, is_sharded = config.parallel, shape.parameters, ranks > 1
+    own = parameters * parallel.fsdp_replicate_size // ranks if is_sharded else parameters
     note = f"a shard, 1/{ranks // parallel.fsdp_replicate_size}" if own < parameters else ""
-    on_host = ranks > 1 and parallel.fsdp_cpu_offload and shape.device == "cuda"
-    if not on_host and (shape.dtype != "float32" or ranks > 1):
+    on_host = is_sharded and parallel.fsdp_cpu_offload and shape.device == "cuda"
+    if not on_host and (shape.dtype != "float32" or is_sharded):
         yield MemoryPart("master weights (float32)", own * 4, note)
-    if ranks == 1:
-        yield MemoryPart("gradients (float32)", parameters * 4)
-    elif parallel.fsdp_sync_every_micro_batch:
+    if not is_sharded or parallel.fsdp_sync_every_micro_batch:
         yield MemoryPart("gradients (float32)", own * 4, note)
     else:
         whole = parameters * 4 // parallel.tensor_parallel_size
         yield MemoryPart("gradients (float32)", whole, "whole until ranks join them")
     if not on_host:
         yield MemoryPart("Adam (two moments)", own * 8, note)
+
+
+def _model(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
+    """A model that is trained on so many ranks."""
+    yield from _weights(config, shape, ranks)
+    yield from _trained_state(config, shape, ranks)
 
 
 def _training(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
@@ -153,15 +158,15 @@ def _training(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryP
     frozen_here = ranks == 1 or shape.device != "cuda"  # shards of frozen models stay on the host
     if frozen_here and (config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0):
         name = config.model.ref_load or "the starting model"
-        yield MemoryPart("reference model", shape.parameters * _DTYPE_BYTES[shape.dtype] // pieces, name)
+        yield MemoryPart("reference model", shape.weight_bytes // pieces, name)
     if frozen_here and shape.teacher_parameters:
-        size = shape.teacher_parameters * _DTYPE_BYTES[shape.dtype] // pieces
+        size = shape.teacher_parameters * shape.itemsize // pieces
         yield MemoryPart("teacher", size, config.model.opd_teacher_load or "")
     alone = config.cluster.runtime == "ray" and config.cluster.num_critic_workers
     if _has_critic(config) and not alone:
-        state = [*_model(config, shape, ranks), *_trained_state(config, shape, ranks)]
-        yield MemoryPart("critic", sum(part.num_bytes for part in state), "weights, masters, gradients, Adam")
-    yield from _activations(config, shape, ranks)
+        size = sum(part.num_bytes for part in _model(config, shape, ranks))
+        yield MemoryPart("critic", size, "weights, masters, gradients, Adam")
+    yield _activations(config, shape, ranks)
     yield MemoryPart("logits", _logit_bytes(shape), "made in tiles")
 
 
@@ -169,46 +174,36 @@ def _has_critic(config: Config) -> bool:
     return config.algorithm.estimator is not None and config.algorithm.estimator.needs_values
 
 
-def _activations(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
-    tokens = micro_batch_tokens(config)
-    tensor = config.parallel.tensor_parallel_size if ranks > 1 else 1
-    size = _activation_bytes(config, shape, tokens, tensor)
-    yield MemoryPart("activations", size, f"a micro-batch of {tokens} tokens")
-
-
 def _generation(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
-    per_token = 2 * shape.num_layers * shape.kv_dim * _DTYPE_BYTES[shape.dtype]
-    room = int(config.rollout.kv_cache_gib * 2**30)
-    longest = _sample_tokens(config)
+    """What an engine holds beside its weights."""
+    per_token = 2 * shape.num_layers * shape.kv_dim * shape.itemsize
+    room, longest = int(config.rollout.kv_cache_gib * 2**30), _sample_tokens(config)
     if config.rollout.rollout_engine != "torch" and not config.engine.rollout_external_engine_addrs:
-        yield MemoryPart(
-            "the server's weights", shape.parameters * _DTYPE_BYTES[shape.dtype], "and what it needs itself"
-        )
+        yield MemoryPart("the server's weights", shape.weight_bytes, "and what it needs itself")
     at_once = min(room // (per_token * longest), config.rollout.max_running_requests)
     yield MemoryPart("KV cache", room, f"{room // per_token} tokens: {at_once} samples of {longest} tokens at once")
 
 
 def _sample_tokens(config: Config) -> int:
-    """Tokens of a long sample: the response limit, and the prompt limit where one is given."""
+    """Tokens of a long sample: the limits of the response and, if there is one, of the prompt."""
     return config.rollout.rollout_max_response_len + (config.data.rollout_max_prompt_len or 0)
 
 
 def micro_batch_tokens(config: Config) -> int:
-    """Most tokens in a micro-batch; never more than an optimizer step has."""
+    """Return the most tokens in a micro-batch, which is never more than an optimizer step has."""
     longest, batch = _sample_tokens(config), batch_arithmetic(config).global_batch_size
     if config.train.use_dynamic_batch_size:
         return max(longest, min(config.train.max_tokens_per_gpu, batch * longest))
     return min(config.train.micro_batch_size or 1, batch) * longest
 
 
-def _activation_bytes(config: Config, shape: ModelShape, tokens: int, tensor: int) -> int:
-    size = _DTYPE_BYTES[shape.dtype]
+def _activations(config: Config, shape: ModelShape, ranks: int) -> MemoryPart:
+    tokens, tensor = micro_batch_tokens(config), config.parallel.tensor_parallel_size if ranks > 1 else 1
     whole = min(shape.linear_width, _WHOLE_WIDTHS * shape.num_layers * shape.hidden_size)
-    width = whole + (shape.linear_width - whole) / tensor
-    per_token = _SAVED_PER_LINEAR_WIDTH * size * width
+    per_token = _SAVED_PER_LINEAR_WIDTH * shape.itemsize * (whole + (shape.linear_width - whole) / tensor)
     if config.model.gradient_checkpointing:
-        per_token = per_token / shape.num_layers + shape.num_layers * shape.hidden_size * size
-    return int(tokens * per_token)
+        per_token = per_token / shape.num_layers + shape.num_layers * shape.hidden_size * shape.itemsize
+    return MemoryPart("activations", int(tokens * per_token), f"a micro-batch of {tokens} tokens")
 
 
 def _logit_bytes(shape: ModelShape) -> int:
@@ -223,18 +218,16 @@ def check_samples_fit(config: Config, machine: MachineMemory, *, evaluation_only
 
     Counts only what every sample takes however short it is, so what it refuses would run out of memory for certain.
     """
-    rollout, of_set = config.rollout, config.eval.eval_overrides.values()
-    counts: list[tuple[str, int]] = []
+    rollout, section = config.rollout, config.eval
+    counts: dict[str, int] = {}
     if not (evaluation_only or config.debug.debug_train_only):
-        name = "rollout_batch_size"
-        if (rollout.over_sampling_batch_size or 0) > rollout.rollout_batch_size:
-            name = "over_sampling_batch_size"
-        prompts = max(rollout.rollout_batch_size, rollout.over_sampling_batch_size or 0)
-        counts.append((f"{name} × n_samples_per_prompt", prompts * rollout.n_samples_per_prompt))
-    if config.eval.eval_prompt_data:
-        given = [config.eval.n_samples_per_eval_prompt, *(one.n_samples_per_eval_prompt or 0 for one in of_set)]
-        counts.append(("n_samples_per_eval_prompt", max(given)))
-    for name, count in counts:
+        drawn, extra = rollout.rollout_batch_size, rollout.over_sampling_batch_size or 0
+        name = "over_sampling_batch_size" if extra > drawn else "rollout_batch_size"
+        counts[f"{name} × n_samples_per_prompt"] = max(drawn, extra) * rollout.n_samples_per_prompt
+    if section.eval_prompt_data:
+        own = [override.n_samples_per_eval_prompt or 0 for override in section.eval_overrides.values()]
+        counts["n_samples_per_eval_prompt"] = max([section.n_samples_per_eval_prompt, *own])
+    for name, count in counts.items():
         if count * _LEAST_SAMPLE_BYTES > machine.total:
             raise ConfigError(
                 f"{name} = {count} samples take at least {gib(count * _LEAST_SAMPLE_BYTES)} of memory, but {machine.what} has "
@@ -243,30 +236,30 @@ def check_samples_fit(config: Config, machine: MachineMemory, *, evaluation_only
 
 
 class PeakMemory:
-    """The memory of this process (of its GPU, where it computes on one), and the most it had whenever it was asked."""
+    """Measures the memory of this process, or of its GPU if it computes on one, and remembers the most it found."""
 
-    def __init__(self) -> None:
-        self._peak = 0.0
+    def __init__(self, device: str) -> None:
+        self._device, self._peak = device, 0.0
 
-    def metrics(self, device: str) -> list[Metric]:
-        """What it has now, and the most so far."""
-        now, _ = self._look(device)
+    def metrics(self) -> list[Metric]:
+        """Return the memory in use now, and the most so far."""
+        now, _ = self._measure()
         return [metric("perf/memory_gib", now / 2**30), metric("perf/peak_memory_gib", self._peak / 2**30)]
 
-    def turn(self, device: str) -> float:
-        """The most since the last call, in GiB (on a CPU what it has now); a new turn begins."""
+    def turn(self) -> float:
+        """Return the most since the last call, in GiB (on a CPU the memory in use now); a new turn begins."""
         import torch
 
-        _, peak = self._look(device)
-        if device == "cuda":
+        _, peak = self._measure()
+        if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         return peak / 2**30
 
-    def _look(self, device: str) -> tuple[float, float]:
+    def _measure(self) -> tuple[float, float]:
         import psutil
         import torch
 
-        if device == "cuda":
+        if self._device == "cuda":
             now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         else:
             now = peak = psutil.Process().memory_info().rss
@@ -275,7 +268,7 @@ class PeakMemory:
 
 
 def machine_memory(device: str) -> MachineMemory:
-    """Memory of the GPU, or of this machine (of its container, where that has a limit)."""
+    """Return the memory of the GPU, or of this machine (of its container if that has a limit)."""
     if device == "cuda":
         import torch
 
@@ -284,11 +277,6 @@ def machine_memory(device: str) -> MachineMemory:
     import psutil
 
     memory = psutil.virtual_memory()
-    limit = min([memory.total, *_container_limits()])
+    texts = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
+    limit = min([memory.total, *(int(text) for text in texts if text.isdigit())])
     return MachineMemory(limit, min(limit, memory.available))
-
-
-def _container_limits() -> Iterator[int]:
-    for path in _CGROUP_LIMITS:
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            yield int(text)

@@ -5,309 +5,263 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from treadle.config import Config, RunLength, batch_arithmetic, check_config, parse_eval_sets, run_length
-from treadle.errors import ModelError
+from treadle.data import build_eval_sets, build_source
+from treadle.models.load import build_on_meta, compute_dtype, name_of, pick_device
+from treadle.models.model_config import context_length, kv_heads_of
+from treadle.run.build import resolve_objective
+from treadle.run.evaluate import eval_sampling
 from treadle.run.memory import MachineMemory, ModelShape, check_samples_fit, gib, machine_memory, memory_of_workers
-
-if TYPE_CHECKING:
-    from treadle.chat import Codec
+from treadle.run.model_files import POLICY, TEACHER, ModelFile, ModelFiles, find_model_files, find_teacher
+from treadle.run.session import with_saved_length
 
 _LABEL_WIDTH = 13
+Row = tuple[str, str]
+"""A label, which is empty if the row goes on with the one above, and a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataSizes:
-    """How many prompts there are (None where a run reads none), and how many saved rollouts where it reads those."""
+    """The number of prompts (None if the run reads none), of those that are too long, and of those of each evaluation set."""
 
     num_prompts: int | None
     num_dropped: int = 0
-    saved_rollouts: int = 0
     eval_sets: Mapping[str, int] = field(default_factory=dict)
 
 
-def make_plan(
-    config: Config, shape: ModelShape, sizes: DataSizes, machine: MachineMemory, recipe_name: str = "run"
-) -> str:
-    """The plan as a page of text. Raises `ConfigError` for everything `check_config` refuses."""
-    warnings = check_config(config)
-    length = run_length(_with_length(config, sizes), sizes.num_prompts)
-    blocks = [
-        _rows(_model_rows(shape)),
-        _rows(_run_rows(config, sizes, length)),
-        _rows(_training_rows(config, length)),
-        _rows(_cluster_rows(config)),
-        _rows(_evaluation_rows(config, sizes, length)),
-        _rows(_written_rows(config, shape, recipe_name)),
-        _memory_block(config, shape, machine),
-    ]
-    if warnings:
-        blocks.append("\n".join(["warnings", *(f"  - {text}" for text in warnings)]))
-    return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def _with_length(config: Config, sizes: DataSizes) -> Config:
-    """Training from saved rollouts takes all of them unless told otherwise."""
-    if not config.debug.debug_train_only or config.train.num_rollout is not None:
-        return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"num_rollout": sizes.saved_rollouts})})
-
-
 def plan_run(config: Config, recipe_name: str = "run") -> str:
-    """Work out the plan of a configuration; reads the model's config.json and tokenizer and the data, starts nothing.
+    """Work out the plan of a configuration; reads the models' config.json, the tokenizer and the data, and starts nothing.
 
     Raises `ConfigError`, `ModelError` or `DataError` for what would stop the run.
     """
     check_config(config)
     check_samples_fit(config, machine_memory("cpu"))
-    from treadle.chat import load_codec
-    from treadle.models.bundled import resolve
-    from treadle.run.build import check_models, find_teacher, longest_prompt, resolve_objective
-    from treadle.run.vocabulary import check_vocabulary
-
     if not config.debug.debug_rollout_only:
         resolve_objective(config)
-    name = config.model.hf_checkpoint
-    path = resolve(name, fetch_missing=False)
-    if path != name and not (Path(path) / "config.json").is_file():
-        raise ModelError(f"{name} is not on this machine yet; `treadle model fetch {name}` downloads it")
-    check_models(config, path, fetch_missing=False)
-    shape = _model_shape(config, path)
-    codec = load_codec(path, config.data.template_kwargs)
-    check_vocabulary(config, codec, path, fetch_missing=False)
-    max_prompt = longest_prompt(config, path)
-    teacher = find_teacher(config, codec, max_prompt, fetch_missing=False)
-    if teacher is not None:
-        shape = replace(shape, teacher_parameters=_model_shape(config, teacher).parameters)
-    sizes = _data_sizes(config, codec, max_prompt)
-    return make_plan(config, shape, sizes, machine_memory(shape.device), recipe_name)
+    files = find_model_files(config, fetch_missing=False)
+    shape = _model_shape(config, files.models[POLICY])
+    if find_teacher(config, files) is not None:
+        teacher = _model_shape(config, files.models[TEACHER])
+        shape = replace(shape, teacher_parameters=teacher.parameters)
+    sizes = _data_sizes(config, files)
+    return make_plan(with_saved_length(config), shape, sizes, machine_memory(shape.device), recipe_name)
 
 
-def _model_shape(config: Config, path: str) -> ModelShape:
-    """The model's numbers from its config.json and a model without storage."""
-    import torch
+def make_plan(
+    config: Config, shape: ModelShape, sizes: DataSizes, machine: MachineMemory, recipe_name: str = "run"
+) -> str:
+    """Return the plan as a page of text; raises `ConfigError` for everything that `check_config` refuses."""
+    warnings = check_config(config)
+    length = run_length(config, sizes.num_prompts)
+    tables = [
+        _model_rows(shape),
+        _run_rows(config, sizes, length),
+        _training_rows(config, length),
+        _cluster_rows(config),
+        _evaluation_rows(config, sizes),
+        _written_rows(config, shape, recipe_name),
+    ]
+    blocks = ["\n".join(f"{label:<{_LABEL_WIDTH}}{text}".rstrip() for label, text in rows) for rows in tables]
+    blocks.append(_memory_block(config, shape, machine))
+    if warnings:
+        blocks.append("\n".join(["warnings", *(f"  - {text}" for text in warnings)]))
+    return "\n\n".join(block for block in blocks if block) + "\n"
 
-    from treadle.models.context import context_length
-    from treadle.models.load import compute_dtype, kv_heads_of, load_config, pick_device
-    from treadle.models.sizes import build_on_meta
 
-    hf_config = load_config(path)
-    model = build_on_meta(path, hf_config)
-    text_config = hf_config.get_text_config()
-    linears = [m for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
+def _model_shape(config: Config, model: ModelFile) -> ModelShape:
+    """Return the model's numbers, from its config.json and a model without storage."""
+    meta, text_config = build_on_meta(model.path, model.hf_config), model.hf_config.get_text_config()
+    linears = [m for m in meta.base_model.modules() if isinstance(m, torch.nn.Linear)]
     kv_heads, head_dim = kv_heads_of(text_config)
     return ModelShape(
         name=config.model.hf_checkpoint,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=sum(parameter.numel() for parameter in meta.parameters()),
         vocab_size=text_config.vocab_size,
         hidden_size=text_config.hidden_size,
         num_layers=text_config.num_hidden_layers,
         kv_dim=kv_heads * head_dim,
         linear_width=sum(linear.in_features + linear.out_features for linear in linears),
         context=context_length(text_config),
-        dtype=str(compute_dtype(config.model.dtype, config.model.device)).removeprefix("torch."),
+        dtype=name_of(compute_dtype(config.model.dtype, config.model.device)),
         device=pick_device(config.model.device).type,
     )
 
 
-def _data_sizes(config: Config, codec: Codec, max_prompt_len: int) -> DataSizes:
-    from treadle.data import build_eval_sets, build_source
-    from treadle.observe.samples import rollout_ids
-
-    saved = config.debug.load_debug_rollout_data
-    if saved is not None:
-        return DataSizes(None, saved_rollouts=max(rollout_ids(Path(saved)), default=-1) + 1)
-    source = build_source(config.data, codec=codec, max_prompt_len=max_prompt_len, seed=config.rollout.rollout_seed)
-    sets = build_eval_sets(config.data, config.eval, codec=codec, max_prompt_len=max_prompt_len)
-    return DataSizes(len(source), source.num_dropped, eval_sets={name: len(prompts) for name, prompts in sets.items()})
+def _data_sizes(config: Config, files: ModelFiles) -> DataSizes:
+    if config.debug.debug_train_only:
+        return DataSizes(None)
+    codec, longest = files.codec, files.max_prompt
+    source = build_source(config.data, codec=codec, max_prompt_len=longest, seed=config.rollout.rollout_seed)
+    sets = build_eval_sets(config.data, config.eval, codec=codec, max_prompt_len=longest)
+    return DataSizes(len(source), source.num_dropped, {name: len(prompts) for name, prompts in sets.items()})
 
 
-Row = tuple[str, str]
-
-
-def _rows(rows: Iterator[Row]) -> str:
-    return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}".rstrip() for label, text in rows)
-
-
-def _model_rows(shape: ModelShape) -> Iterator[Row]:
-    yield (
-        "model",
-        f"{shape.name} · {_million(shape.parameters)} parameters · {shape.num_layers} layers · "
-        f"vocabulary {shape.vocab_size} · context {shape.context} tokens",
-    )
-    yield "compute", f"{shape.dtype} on {shape.device}, master weights in float32"
-
-
-def _million(number: int) -> str:
-    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
-
-
-def _run_rows(config: Config, sizes: DataSizes, length: RunLength) -> Iterator[Row]:
-    debug = config.debug
-    if debug.debug_train_only:
-        yield "data", f"saved rollouts from {debug.load_debug_rollout_data}"
-    else:
-        dropped = f" ({sizes.num_dropped} dropped: too long)" if sizes.num_dropped else ""
-        yield "data", f"{' + '.join(config.data.prompt_data)} · {sizes.num_prompts} prompts{dropped}"
-    if not debug.debug_rollout_only:
-        yield "batches", f"{batch_arithmetic(config)} ✓"
-        yield "", "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout"
-    else:
-        yield (
-            "batches",
-            f"{config.rollout.rollout_batch_size} × {config.rollout.n_samples_per_prompt} samples in a rollout",
-        )
-    steps = "no optimizer steps" if debug.debug_rollout_only else _count(length.optimizer_steps, "optimizer step")
-    epochs = "" if length.epochs is None else f" · {length.epochs:.2f} epochs"
-    yield "run", f"{_count(length.num_rollout, 'rollout')} · {steps} · {_count(length.samples, 'sample')}{epochs}"
-    if length.leftover_prompts:
-        yield (
-            "",
-            f"the data does not divide into rollouts: the last {length.leftover_prompts} prompts of the "
-            f"{_count(config.train.num_epoch or 0, 'epoch')} are not drawn",
-        )
-    if not debug.debug_train_only:
-        yield "sampling", _sampling(config)
+def _line(*parts: str) -> str:
+    """Join the parts that are not empty."""
+    return " · ".join(part for part in parts if part)
 
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def _sampling(config: Config) -> str:
-    rollout = config.rollout
-    parts = [f"temperature {rollout.rollout_temperature:g}", f"at most {rollout.rollout_max_response_len} new tokens"]
-    parts += [f"top-p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p < 1 else []
-    parts += [f"top-k {rollout.rollout_top_k}"] if rollout.rollout_top_k else []
-    parts += [f"min-p {rollout.rollout_min_p:g}"] if rollout.rollout_min_p else []
-    return f"{' · '.join(parts)} · reward {' + '.join(config.reward.targets) or 'none'}"
+def _model_rows(shape: ModelShape) -> list[Row]:
+    number = shape.parameters
+    size = f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+    context = f"context {shape.context} tokens"
+    sizes = (f"{size} parameters", f"{shape.num_layers} layers", f"vocabulary {shape.vocab_size}", context)
+    return [
+        ("model", _line(shape.name, *sizes)),
+        ("compute", f"{shape.dtype} on {shape.device}, master weights in float32"),
+    ]
 
 
-def _training_rows(config: Config, length: RunLength) -> Iterator[Row]:
+def _run_rows(config: Config, sizes: DataSizes, length: RunLength) -> list[Row]:
+    debug, rollout = config.debug, config.rollout
+    data = f"saved rollouts from {debug.load_debug_rollout_data}"
+    if not debug.debug_train_only:
+        dropped = f" ({sizes.num_dropped} dropped: too long)" if sizes.num_dropped else ""
+        data = f"{' + '.join(config.data.prompt_data)} · {sizes.num_prompts} prompts{dropped}"
+    rows = [("data", data)]
+    if debug.debug_rollout_only:
+        rows += [("batches", f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} samples in a rollout")]
+        steps = "no optimizer steps"
+    else:
+        rows += [("batches", f"{batch_arithmetic(config)} ✓")]
+        rows += [("", "rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout")]
+        steps = _count(length.optimizer_steps, "optimizer step")
+    epochs = "" if length.epochs is None else f"{length.epochs:.2f} epochs"
+    rows += [("run", _line(_count(length.num_rollout, "rollout"), steps, _count(length.samples, "sample"), epochs))]
+    if length.leftover_prompts:
+        rest = f"the last {length.leftover_prompts} prompts of the {_count(config.train.num_epoch or 0, 'epoch')}"
+        rows += [("", f"the data does not divide into rollouts: {rest} are not drawn")]
+    if not debug.debug_train_only:
+        sampling = (
+            f"temperature {rollout.rollout_temperature:g}",
+            f"at most {rollout.rollout_max_response_len} new tokens",
+            f"top-p {rollout.rollout_top_p:g}" if rollout.rollout_top_p < 1 else "",
+            f"top-k {rollout.rollout_top_k}" if rollout.rollout_top_k else "",
+            f"min-p {rollout.rollout_min_p:g}" if rollout.rollout_min_p else "",
+            f"reward {' + '.join(config.reward.targets) or 'none'}",
+        )
+        rows += [("sampling", _line(*sampling))]
+    return rows
+
+
+def _training_rows(config: Config, length: RunLength) -> list[Row]:
     if config.debug.debug_rollout_only:
-        return
-    algorithm, train = config.algorithm, config.train
+        return []
+    algorithm, train, optim = config.algorithm, config.train, config.optim
     high = algorithm.eps_clip_high if algorithm.eps_clip_high is not None else algorithm.eps_clip
-    kl = "no KL"
+    kl = f"KL {algorithm.kl_coef:g} in the reward" if algorithm.kl_coef > 0 else "no KL"
     if algorithm.use_kl_loss:
         kl = f"KL loss {algorithm.kl_loss_coef:g} × {algorithm.kl_loss_type}"
-    elif algorithm.kl_coef > 0:
-        kl = f"KL {algorithm.kl_coef:g} in the reward"
     if algorithm.kl_target is not None:
         kl += f", steered to {algorithm.kl_target:g} nats a token over {algorithm.kl_horizon} samples"
-    yield "algorithm", f"{algorithm.advantage_estimator} · clip -{algorithm.eps_clip:g} +{high:g} · {kl}"
+    rows = [("algorithm", _line(algorithm.advantage_estimator, f"clip -{algorithm.eps_clip:g} +{high:g}", kl))]
     if config.model.opd_teacher_load is not None:
-        yield "", f"distilled from {config.model.opd_teacher_load} × {algorithm.opd_kl_coef:g}"
-    unit = (
-        f"{train.micro_batch_size} samples"
-        if not train.use_dynamic_batch_size
-        else f"up to {train.max_tokens_per_gpu} tokens"
-    )
-    yield "micro-batch", unit
-    yield "schedule", _schedule(config, length.optimizer_steps)
-
-
-def _schedule(config: Config, total_steps: int) -> str:
-    optim = config.optim
+        rows += [("", f"distilled from {config.model.opd_teacher_load} × {algorithm.opd_kl_coef:g}")]
+    by_tokens = train.use_dynamic_batch_size
+    unit = f"up to {train.max_tokens_per_gpu} tokens" if by_tokens else f"{train.micro_batch_size} samples"
     warmup = f"warm-up over {_count(optim.lr_warmup_steps, 'step')}, then " if optim.lr_warmup_steps else ""
-    if optim.lr_decay_style == "constant":
-        course = "constant"
-    else:
-        end = optim.lr_decay_steps or total_steps
-        course = f"{optim.lr_decay_style} decay to {optim.min_lr:g} at step {end} of {total_steps}"
-    rest = f"weight decay {optim.weight_decay:g} · gradient clipped to {optim.clip_grad:g}"
-    return f"lr {optim.lr:g}: {warmup}{course} · {rest}"
+    course, total = "constant", length.optimizer_steps
+    if optim.lr_decay_style != "constant":
+        end = optim.lr_decay_steps or total
+        course = f"{optim.lr_decay_style} decay to {optim.min_lr:g} at step {end} of {total}"
+    rest = f"weight decay {optim.weight_decay:g}", f"gradient clipped to {optim.clip_grad:g}"
+    return [*rows, ("micro-batch", unit), ("schedule", _line(f"lr {optim.lr:g}: {warmup}{course}", *rest))]
 
 
-def _cluster_rows(config: Config) -> Iterator[Row]:
+def _cluster_rows(config: Config) -> list[Row]:
     cluster = config.cluster
     if cluster.runtime == "local":
-        return
+        return []
     where = f"Ray at {cluster.ray_address}" if cluster.ray_address else "a Ray of its own"
     trains, generates = not config.debug.debug_rollout_only, not config.debug.debug_train_only
-    kinds = (
-        ("train worker", cluster.num_train_workers if trains else 0),
-        ("critic worker", cluster.num_critic_workers if trains else 0),
-        ("engine", cluster.num_engines if generates else 0),
-    )
-    workers = [_count(number, kind) for kind, number in kinds if number]
-    listed = " and ".join([", ".join(workers[:-1]), workers[-1]] if len(workers) > 1 else workers)
+    kinds = {
+        "train worker": cluster.num_train_workers if trains else 0,
+        "critic worker": cluster.num_critic_workers if trains else 0,
+        "engine": cluster.num_engines if generates else 0,
+    }
+    *first, last = [_count(number, kind) for kind, number in kinds.items() if number]
+    listed = f"{', '.join(first)} and {last}" if first else last
     shared = " on the same devices, taking turns" if cluster.colocate else ""
-    yield "runtime", f"{where} · {listed}{shared} · weights by {cluster.weight_transport}"
+    rows = [("runtime", _line(where, f"{listed}{shared}", f"weights by {cluster.weight_transport}"))]
     if cluster.max_lag:
-        yield "", f"generation runs up to {_count(cluster.max_lag, 'rollout')} ahead of the weights"
+        rows += [("", f"generation runs up to {_count(cluster.max_lag, 'rollout')} ahead of the weights")]
+    return rows
 
 
-def _evaluation_rows(config: Config, sizes: DataSizes, length: RunLength) -> Iterator[Row]:
-    sets = parse_eval_sets(config.eval.eval_prompt_data)
+def _evaluation_rows(config: Config, sizes: DataSizes) -> list[Row]:
+    sets, every = parse_eval_sets(config.eval.eval_prompt_data), config.eval.eval_interval
     if not sets:
-        yield "evaluation", "none"
-        return
-    every = config.eval.eval_interval
+        return [("evaluation", "none")]
     times = f"at the start, every {_count(every, 'rollout')}, and at the end" if every else "with `treadle eval` only"
-    yield "evaluation", times
+    rows = [("evaluation", times)]
     for name, source in sets.items():
-        override = config.eval.eval_overrides.get(name)
-        settings = config.eval.model_dump() | ({} if override is None else override.model_dump(exclude_none=True))
+        sampling, n = eval_sampling(config, config.eval.eval_overrides.get(name))
         prompts = f"{sizes.eval_sets[name]} prompts × " if name in sizes.eval_sets else ""
-        longest = settings["eval_max_response_len"] or config.rollout.rollout_max_response_len
-        heat = settings["eval_temperature"]
-        yield (
-            "",
-            f"{name}: {source} · {prompts}{_count(settings['n_samples_per_eval_prompt'], 'sample')}, "
-            f"{'greedy' if heat == 0 else f'temperature {heat:g}'}, at most {longest} new tokens",
-        )
+        heat = f"temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
+        settings = f"{prompts}{_count(n, 'sample')}, {heat}, at most {sampling.max_new_tokens} new tokens"
+        rows += [("", f"{name}: {source} · {settings}")]
+    return rows
 
 
-def _written_rows(config: Config, shape: ModelShape, recipe_name: str) -> Iterator[Row]:
+def _written_rows(config: Config, shape: ModelShape, recipe_name: str) -> list[Row]:
     observe, checkpoint, debug = config.observe, config.checkpoint, config.debug
     folder = observe.run_dir or f"runs/{recipe_name}-<time>"
     files = ["config.json", "metrics.jsonl", "summary.json", "curve.png"]
     files += ["samples/"] if observe.save_samples else []
     files += ["tensorboard/"] if observe.tensorboard else []
-    yield "run folder", f"{folder}: {', '.join(files)}"
+    rows = [("run folder", f"{folder}: {', '.join(files)}")]
     if checkpoint.load is not None:
-        yield "resume", f"from {checkpoint.load}"
+        rows += [("resume", f"from {checkpoint.load}")]
     if debug.save_debug_rollout_data is not None:
-        yield "rollouts", f"saved in {debug.save_debug_rollout_data}"
-    if debug.debug_rollout_only or (checkpoint.save is None and checkpoint.save_interval is None):
-        yield "checkpoints", "none (set save_interval to keep the weights)"
-        return
-    every = checkpoint.save_interval
-    when = f"every {_count(every, 'rollout')} and at the end" if every else "at the end"
-    kept = f"the newest {checkpoint.keep_checkpoints} kept" if checkpoint.keep_checkpoints else "all kept"
-    size = gib(shape.parameters * 12)
-    yield "checkpoints", f"{when} in {checkpoint.save or f'{folder}/checkpoints'} · {kept} · about {size} each"
+        rows += [("rollouts", f"saved in {debug.save_debug_rollout_data}")]
+    every, kept, saved = (
+        checkpoint.save_interval,
+        checkpoint.keep_checkpoints,
+        "none (set save_interval to keep the weights)",
+    )
+    if not debug.debug_rollout_only and (checkpoint.save is not None or every is not None):
+        when = f"every {_count(every, 'rollout')} and at the end" if every else "at the end"
+        where = f"{when} in {checkpoint.save or f'{folder}/checkpoints'}"
+        saved = _line(
+            where, f"the newest {kept} kept" if kept else "all kept", f"about {gib(shape.parameters * 12)} each"
+        )
+    rows += [("checkpoints", saved)]
     if observe.wandb_project is not None:
-        yield "wandb", f"project {observe.wandb_project}"
+        rows += [("wandb", f"project {observe.wandb_project}")]
+    return rows
 
 
 def _memory_block(config: Config, shape: ModelShape, machine: MachineMemory) -> str:
-    """What each kind of worker holds. A worker has a GPU, or with `colocate` half the turns on it; on CPUs all share
-    this machine, as far as it is known here."""
+    """Return what each kind of worker holds and whether it fits.
+
+    A worker has a GPU, or with `colocate` half the turns on it; on CPUs all of them share this machine.
+    """
     workers = memory_of_workers(config, shape)
-    width = max(len(part.name) for worker in workers for part in worker.parts)
-    blocks = []
+    parts = [part.name for worker in workers for part in worker.parts]
     shares_machine = shape.device != "cuda" and sum(worker.count for worker in workers) > 1
+    is_alone = len(workers) == 1 and workers[0].count == 1
+
+    def row(name: str, num_bytes: int, text: str) -> str:
+        return f"  {name:<{max(map(len, parts))}}  {gib(num_bytes):>10}  {text}".rstrip()
+
+    blocks = []
     for worker in workers:
-        each = (
-            ""
-            if len(workers) == 1 and worker.count == 1
-            else f" of {'each' if worker.count > 1 else 'the'} {worker.kind}"
-        )
-        lines = [f"memory{each} (estimate)"]
-        lines += [f"  {part.name:<{width}}  {gib(part.num_bytes):>10}  {part.note}".rstrip() for part in worker.parts]
+        each = "" if is_alone else f" of {'each' if worker.count > 1 else 'the'} {worker.kind}"
         verdict = "" if shares_machine else _verdict(worker.num_bytes, machine)
-        lines.append(f"  {'total':<{width}}  {gib(worker.num_bytes):>10}  {verdict}".rstrip())
-        blocks.append("\n".join(lines))
+        rows = [row(*part) for part in worker.parts]
+        blocks += [f"memory{each} (estimate)", *rows, row("total", worker.num_bytes, verdict)]
     if shares_machine:
         total = sum(worker.count * worker.num_bytes for worker in workers)
-        where = _verdict(total, machine)
-        blocks.append(f"  {'all workers':<{width}}  {gib(total):>10}  {where}")
+        blocks.append(row("all workers", total, _verdict(total, machine)))
     return "\n".join(blocks)
 
 

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from treadle.catalog import SERVERS
 from treadle.chat import Codec
 from treadle.config import Config
 from treadle.config.rollout_section import EngineValue
 from treadle.errors import ConfigError, EngineError
-from treadle.models.context import context_length, context_note
-from treadle.models.load import compute_dtype, load_config, name_of, pick_device
+from treadle.models.load import compute_dtype, name_of, pick_device
+from treadle.models.model_config import context_length, context_note, load_config
 from treadle.models.trainable import FULL
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings
 from treadle.rollout.engines.server_kind import ServerKind, ServerLaunch
-from treadle.rollout.engines.sglang_engine.launch import SGLANG
-from treadle.rollout.engines.vllm_engine.launch import VLLM
 from treadle.weights import (
     Publisher,
     SentWeights,
@@ -48,8 +47,14 @@ class ServerPlace:
 
 
 def is_server(config: Config) -> bool:
-    """True where the engine is a server of its own."""
-    return config.rollout.rollout_engine != "torch"
+    """Return True if the engine is a server."""
+    return config.rollout.rollout_engine in SERVERS
+
+
+def server_kind(name: str) -> ServerKind:
+    """Return the kind of server with this name in `rollout_engine`."""
+    kind: ServerKind = SERVERS[name].load()
+    return kind
 
 
 def pool_limits(config: Config) -> PoolLimits:
@@ -60,7 +65,7 @@ def pool_limits(config: Config) -> PoolLimits:
 
 async def open_server(config: Config, place: ServerPlace, index: int) -> ServerEngine:
     """Start server `index`, or reach the one that runs; raises `EngineError` or `DeadlineError`."""
-    kind = KINDS[config.rollout.rollout_engine]
+    kind = server_kind(config.rollout.rollout_engine)
     settings = _settings(config, place, kind)
     addresses = config.engine.rollout_external_engine_addrs
     if addresses:
@@ -69,14 +74,10 @@ async def open_server(config: Config, place: ServerPlace, index: int) -> ServerE
     return await kind.start(_launch(config, place, index), settings, f"{kind.name} engine {index}")
 
 
-KINDS = {"vllm": VLLM, "sglang": SGLANG}
-"""Kinds of servers by their name in `rollout_engine`."""
-
-
 def transport_name(config: Config, asked: str) -> str:
     """The transport of that name in `weight_transport`, as the run's engines take part in it."""
     if asked == "broadcast" and is_server(config):
-        return KINDS[config.rollout.rollout_engine].broadcast
+        return server_kind(config.rollout.rollout_engine).broadcast
     return asked
 
 
@@ -89,7 +90,7 @@ def arguments_for(config: Config, model_path: str) -> dict[str, EngineValue]:
         ConfigError: if the user's context is past the switch.
     """
     engine = config.rollout.rollout_engine
-    given, kind, hf_config = config.engine.arguments(engine), KINDS[engine], load_config(model_path)
+    given, kind, hf_config = config.engine.arguments(engine), server_kind(engine), load_config(model_path)
     note, context, length = context_note(hf_config), context_length(hf_config), _length(given, kind)
     if not note:
         return given

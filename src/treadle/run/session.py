@@ -1,4 +1,4 @@
-"""What every command needs first: checkpoint, model files, tokenizer; and how a run is restored, shown and summed up."""
+"""What every command needs first, and how a run is restored, shown and summed up, whichever runtime trains it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.chat import Codec, load_codec
 from treadle.config import Config, num_rollout, recorded
 from treadle.data import PromptSource
 from treadle.errors import ConfigError
-from treadle.models.bundled import resolve
 from treadle.models.load import compute_dtype, name_of
 from treadle.observe.curve import draw_curve
 from treadle.observe.metric_lines import read_metrics
@@ -22,61 +20,56 @@ from treadle.observe.sinks import open_sinks
 from treadle.observe.summary import summarize
 from treadle.run import build
 from treadle.run.compute import in_short_lived_thread
-from treadle.run.differences import differences
 from treadle.run.loop import Schedule
+from treadle.run.model_files import ModelFiles, find_model_files, find_teacher, padding_note
 from treadle.run.place import Place, is_same
 from treadle.run.record import Outputs
-from treadle.run.state import set_random_state
-from treadle.run.vocabulary import check_vocabulary, padding_note
+from treadle.run.resume import changed_settings, check_critic_saved, set_random_state
 from treadle.training.checkpoint import Checkpoint, go_on_from
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """What every command needs first: its folders, the checkpoint to start from, the model's files and its tokenizer."""
+    """The configuration of a command, its folders, the checkpoint to start from, and its models' files."""
 
     config: Config
     progress: Progress
     place: Place
     checkpoint: Checkpoint | None
-    model_path: str
-    codec: Codec
-    max_prompt: int
+    files: ModelFiles
 
     @property
     def start_rollout_id(self) -> int:
         return self.checkpoint.rollout_id if self.checkpoint else self.config.train.start_rollout_id or 0
 
     @property
+    def weights_path(self) -> str:
+        """Folder of the weights that a command without a trainer generates with."""
+        return self.files.path if self.checkpoint is None else str(self.checkpoint.path / "model")
+
+    @property
     def policy_path(self) -> str:
-        """Folder of the weights that a training run starts with: a trainer loads those of the checkpoint over them."""
-        if self.checkpoint is not None and self.config.debug.debug_rollout_only:  # there is no trainer
-            return str(self.checkpoint.path / "model")
-        return self.model_path
+        """Folder of the weights that a run starts with: a trainer loads those of the checkpoint over them."""
+        return self.weights_path if self.config.debug.debug_rollout_only else self.files.path
 
 
 def open_session(config: Config, progress: Progress, place: Place) -> Session:
-    """Find the model, and load the tokenizer."""
+    """Find the models, and load the tokenizer."""
     checkpoint = place.checkpoint
     config = _with_dtype(config, checkpoint)
-    if checkpoint is not None:
-        for text in differences(config, checkpoint):
-            progress.warn(text)
+    if checkpoint is not None and (changed := changed_settings(config, checkpoint)):
+        progress.warn(changed)
     progress.phase("looking for the model")
-    model_path = resolve(config.model.hf_checkpoint)
-    in_short_lived_thread(build.check_models, config, model_path)
-    codec = load_codec(model_path, config.data.template_kwargs)
-    check_vocabulary(config, codec, model_path)
-    note = padding_note(config, codec, model_path)
-    if note is not None:
+    files = find_model_files(config)
+    if note := padding_note(config, files):
         progress.note(note)
-    return Session(config, progress, place, checkpoint, model_path, codec, build.longest_prompt(config, model_path))
+    return Session(config, progress, place, checkpoint, files)
 
 
 def _with_dtype(config: Config, checkpoint: Checkpoint | None) -> Config:
-    """The configuration with `auto` resolved: as the checkpoint was computed, else by what is fast here.
+    """Return the configuration with the dtype `auto` resolved: the checkpoint's, or else what is fast here.
 
-    On another machine, or a busy one, the choice could be another one, and a resumed run would not be the same run.
+    On another machine, or a busy one, the choice could differ, and a resumed run would not be the same run.
     """
     if config.model.dtype != "auto":
         return config
@@ -85,20 +78,22 @@ def _with_dtype(config: Config, checkpoint: Checkpoint | None) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
+def check_training(session: Session) -> str | None:
+    """Check what the run trains with before a model is loaded; return the teacher's folder, or None if there is none."""
+    if session.config.debug.debug_rollout_only:
+        return None
+    check_critic_saved(build.resolve_objective(session.config), session.checkpoint)
+    return find_teacher(session.config, session.files)
+
+
 def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
     """Return which rollouts are to be done, of data with `num_prompts` (None if none is read).
 
     Raises `ConfigError` if a new run was to go on from a checkpoint of another run that leaves nothing to do.
     """
     config = session.config
-    saved = config.debug.load_debug_rollout_data
-    if num_prompts is None and config.train.num_rollout is None:
-        assert saved is not None
-        end = max(rollout_ids(Path(saved)), default=-1) + 1
-    else:
-        end = num_rollout(config, num_prompts)
-    start = session.start_rollout_id
-    place, checkpoint = session.place, session.checkpoint
+    end = num_rollout(with_saved_length(config), num_prompts)
+    start, place, checkpoint = session.start_rollout_id, session.place, session.checkpoint
     is_own = place.held_run or (checkpoint is not None and is_same(checkpoint.path.parent, place.checkpoints))
     if checkpoint is not None and start >= end and not is_own:
         raise ConfigError(f"{checkpoint.path} has done {start} rollouts of {end}; raise --num-rollout to go on")
@@ -110,8 +105,17 @@ def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
         save_interval=None if config.debug.debug_rollout_only else interval,
         max_lag=config.cluster.max_lag,
         can_save=not config.debug.debug_rollout_only,
-        saves_apart=not session.place.saves_inside,
+        saves_apart=not place.saves_inside,
     )
+
+
+def with_saved_length(config: Config) -> Config:
+    """Return the configuration with the number of saved rollouts to train on: all of them unless it is set."""
+    saved = config.debug.load_debug_rollout_data
+    if saved is None or config.train.num_rollout is not None:
+        return config
+    count = max(rollout_ids(Path(saved)), default=-1) + 1
+    return config.model_copy(update={"train": config.train.model_copy(update={"num_rollout": count})})
 
 
 def restore(session: Session, trainer: Any, source: PromptSource | None) -> None:
@@ -126,13 +130,18 @@ def restore(session: Session, trainer: Any, source: PromptSource | None) -> None
     if source is not None and "source" in checkpoint.state:
         source.load_state(checkpoint.state["source"])
     set_random_state(checkpoint.entry("random", dict))
-    session.progress.note(f"resuming at rollout {checkpoint.rollout_id} from {checkpoint.path}")
+    note_resumed(session)
+
+
+def note_resumed(session: Session) -> None:
+    """Show which checkpoint the run goes on from, if it does."""
+    if session.checkpoint is not None:
+        session.progress.note(f"resuming at rollout {session.checkpoint.rollout_id} from {session.checkpoint.path}")
 
 
 def is_finished(session: Session, schedule: Schedule) -> bool:
     """Return True, and say so, if all was done in the run folder already: rollouts, evaluation and summary."""
-    place, done = session.place, session.place.folder.finished_after
-    checkpoint = session.checkpoint
+    place, checkpoint, done = session.place, session.checkpoint, session.place.folder.finished_after
     goes_back = (
         checkpoint is not None
         and checkpoint.rollout_id < schedule.num_rollout
@@ -152,8 +161,7 @@ def open_outputs(session: Session, stack: AsyncExitStack, *, again: bool = False
     Of a run that resumes, or is done `again` by this process, what was written from the session's first rollout on is
     removed.
     """
-    config, progress, place = session.config, session.progress, session.place
-    folder = place.folder
+    config, progress, place, folder = session.config, session.progress, session.place, session.place.folder
     if place.resumes or again:
         if session.checkpoint is not None:
             go_on_from(session.checkpoint, place.checkpoints)

@@ -28,21 +28,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.errors import CheckpointError
+from treadle.storage.manifest import MANIFEST, commit_folder, entries_of, fault_of_file, sync
 from treadle.storage.regular_file import read_regular
 from treadle.training.tensor_files import TensorFiles, shape_of
 
 LATEST = "latest"
-MANIFEST = "manifest.json"
 STATE = "state.json"
 PREFIX = "rollout_"
 REPLACED = ".old"
 STAGED = ".part_"
-CHUNK_BYTES = 1 << 24
 Kind = TypeVar("Kind")
 _FOLDER_NAME = re.compile(rf"{PREFIX}(\d{{6,}})", re.ASCII)
 
@@ -111,14 +109,12 @@ def save_checkpoint(
             save_file({key: value.contiguous() for key, value in optimizer.items()}, work / "optimizer.safetensors")
         (work / STATE).write_text(json.dumps({"rollout_id": rollout_id, **state}))
         (work / "config.json").write_text(json.dumps(config, indent=2))
-        (work / MANIFEST).write_text(json.dumps(_manifest(work), indent=2))
-        _sync(work)
-        target = folder / name
-        if target.exists():  # the same rollout saved again, after a resume from an earlier one
-            os.replace(target, work.with_name(f"{work.name}{REPLACED}"))
-        os.replace(work, target)
-        _sync_one(folder)
-        shutil.rmtree(work.with_name(f"{work.name}{REPLACED}"), ignore_errors=True)
+        (work / MANIFEST).write_text(json.dumps(entries_of(work), indent=2))
+        aside = work.with_name(
+            f"{work.name}{REPLACED}"
+        )  # of the same rollout, saved before a resume from an earlier one
+        commit_folder(work, folder / name, aside)
+        shutil.rmtree(aside, ignore_errors=True)
         set_latest(folder, name)
     except Exception as error:
         shutil.rmtree(work, ignore_errors=True)
@@ -247,7 +243,7 @@ def fault_of(path: Path) -> str:
         if not any(file == name or file.startswith(name) for file in manifest):
             return f"{MANIFEST} lists no {name}"
     for name, entry in manifest.items():
-        fault = _fault_of_file(path / name, entry)
+        fault = fault_of_file(path / name, entry)
         if fault:
             return f"{name} {fault}"
     try:
@@ -258,24 +254,6 @@ def fault_of(path: Path) -> str:
     if not isinstance(done, int) or isinstance(done, bool) or done < 0:
         return f"{STATE} has rollout_id {done!r}, which is no number of rollouts"
     return ""
-
-
-def _fault_of_file(file: Path, entry: object) -> str:
-    """Return how a file differs from its entry in the manifest, or an empty string."""
-    match entry:
-        case {"bytes": int(size), "xxh3_128": str(digest)}:
-            pass
-        case _:
-            return f"has a malformed entry in {MANIFEST}"
-    try:
-        if not file.is_file():
-            return "is missing"
-        found = file.stat().st_size
-        if found != size:
-            return f"has {found} bytes, expected {size}"
-        return "" if _digest(file) == digest else "does not match its checksum"
-    except OSError as error:
-        return f"can't be read ({error.strerror})"
 
 
 def check_same_model(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -380,45 +358,12 @@ def _latest(folder: Path) -> int | None:
         return None
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    return {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "xxh3_128": _digest(file)} for file in files
-    }
-
-
-def _digest(file: Path) -> str:
-    state = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            state.update(chunk)
-    return state.hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Have a folder, and all that is in it, on disk."""
-    for path in (*folder.rglob("*"), folder):
-        if path.is_file() or path.is_dir():
-            _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():  # some network file systems can't do this to folders
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def _make_folder(folder: Path) -> None:
     """Make a folder and its parents, such that they outlive a crash of the machine."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        _sync_one(path.parent)
+        sync(path.parent)
 
 
 def set_latest(folder: Path, name: str) -> None:
@@ -426,8 +371,8 @@ def set_latest(folder: Path, name: str) -> None:
     temporary = folder / f".{LATEST}.{os.getpid()}"
     try:
         temporary.write_text(name + "\n")
-        _sync_one(temporary)
+        sync(temporary)
         os.replace(temporary, folder / LATEST)
-        _sync_one(folder)
+        sync(folder)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A folder of weight versions on disk: each written whole, then renamed; old ones removed.
+"""A folder of weight versions on disk: each is complete or not there; old ones are removed.
 
     <folder>/
         .lock                held for the writer's life: one writer, and a crash is known
@@ -12,7 +12,6 @@ What a writer finds from an earlier one is removed when it starts: engines that 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from safetensors import SafetensorError
 
 from treadle.errors import ConfigError, EngineError
 from treadle.storage.folder_lock import FolderLock
+from treadle.storage.manifest import MANIFEST, commit_folder, entries_of, fault_of_file
 
-MANIFEST = "manifest.json"
 GIB = 2**30
 
 
@@ -78,16 +76,10 @@ class VersionWriter:
             self._refuse_without_room(version, num_bytes)
             work.mkdir(mode=0o700)
             digest = write_files(work)
-            files = {
-                file.name: {"bytes": file.stat().st_size, "xxh3_128": digest_of_file(file)} for file in work.iterdir()
-            }
-            manifest = Manifest(version, digest, files, base)
+            manifest = Manifest(version, digest, entries_of(work), base)
             (work / MANIFEST).write_text(json.dumps(manifest.to_json()))
-            for path in (*work.iterdir(), work):
-                _sync(path)
             shutil.rmtree(target, ignore_errors=True)  # the same version, sent again
-            os.replace(work, target)
-            _sync(self.folder)
+            commit_folder(work, target)
             self._bases[version] = None if base is None else base.version
         except (OSError, SafetensorError) as error:
             raise EngineError(
@@ -171,34 +163,9 @@ def file_paths(folder: Path, manifest: Manifest) -> list[Path]:
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[Path]:
-    """The files of a version, each of the size and checksum its manifest names; else `EngineError`."""
-    paths = []
-    for name, entry in manifest.files.items():
-        path = folder / name_of(manifest.version) / Path(name).name
-        try:
-            size = path.stat().st_size
-            if size != entry["bytes"]:
-                raise EngineError(f"{path} is cut short: {size} bytes of {entry['bytes']}")
-            if digest_of_file(path) != entry["xxh3_128"]:
-                raise EngineError(f"{path} is damaged: its bytes do not match their checksum")
-        except (OSError, KeyError, TypeError) as error:
-            raise EngineError(f"{path} can't be checked ({error}); push the version again") from error
-        paths.append(path)
+    """Return the files of a version; raises `EngineError` if one differs from its entry in the manifest."""
+    paths = file_paths(folder, manifest)
+    for path, entry in zip(paths, manifest.files.values(), strict=True):
+        if fault := fault_of_file(path, entry):
+            raise EngineError(f"{path} is damaged: it {fault}; push version {manifest.version} again")
     return paths
-
-
-def digest_of_file(path: Path) -> str:
-    """xxh3-128 of a file's bytes."""
-    state = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 24):
-            state.update(chunk)
-    return state.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

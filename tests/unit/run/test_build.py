@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from treadle.errors import ConfigError, ModelError
-from treadle.run.build import check_models, resolve_objective
+from treadle.errors import ConfigError
+from treadle.run.build import resolve_objective
 
 OWN = """
 from dataclasses import replace
@@ -55,13 +55,3 @@ def test_idle_flags_of_an_own_estimator_are_refused(make_config, own, name, fiel
 )
 def test_what_an_own_estimator_reads_is_accepted(make_config, own, name, fields) -> None:
     assert resolve_objective(make_config(custom_advantage_path=f"{own}:{name}", **fields)).estimator.name == "own"
-
-
-def test_models_are_checked_if_the_run_loads_them(make_config, tiny_model_dir) -> None:
-    models = {"ref_load": "/nowhere/ref", "critic_load": "/nowhere/critic"}
-    check_models(make_config(**models), str(tiny_model_dir))
-    check_models(make_config(**models, use_kl_loss=True, debug_rollout_only=True), str(tiny_model_dir))
-    for fields, missing in (({"use_kl_loss": True}, "ref"), ({"advantage_estimator": "ppo"}, "critic")):
-        for fetch_missing in (True, False):
-            with pytest.raises(ModelError, match=f"no model at '/nowhere/{missing}'"):
-                check_models(make_config(**models, **fields), str(tiny_model_dir), fetch_missing=fetch_missing)

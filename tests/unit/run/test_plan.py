@@ -9,8 +9,10 @@ import torch
 from treadle.config import load_config
 from treadle.errors import ConfigError, ModelError
 from treadle.models.load import load_model
+from treadle.observe.samples import rollout_file
 from treadle.run.memory import MachineMemory, ModelShape, machine_memory, memory_of_workers, micro_batch_tokens
 from treadle.run.plan import DataSizes, make_plan, plan_run
+from treadle.run.session import with_saved_length
 
 GIB = 2**30
 SHAPE = ModelShape(
@@ -201,10 +203,12 @@ def test_a_teacher_and_a_steered_kl_are_in_the_plan():
     assert "teacher" not in memory()
 
 
-def test_training_from_saved_rollouts_takes_all_of_them():
-    argv = ["--debug-train-only", "--load-debug-rollout-data", "saved", "--num-rollout", "None"]
-    page = plan(*argv, sizes=DataSizes(None, saved_rollouts=3))
-    assert row(page, "data") == "saved rollouts from saved"
+def test_training_from_saved_rollouts_takes_all_of_them(tmp_path):
+    for rollout_id in range(3):
+        rollout_file(tmp_path, rollout_id).touch()
+    argv = [*SOUND, "--debug-train-only", "--load-debug-rollout-data", str(tmp_path), "--num-rollout", "None"]
+    page = make_plan(with_saved_length(load_config(None, argv)), SHAPE, DataSizes(None), MACHINE, "quick")
+    assert row(page, "data") == f"saved rollouts from {tmp_path}"
     assert row(page, "run   ") == "3 rollouts · 3 optimizer steps · 384 samples"
 
 

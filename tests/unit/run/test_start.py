@@ -14,7 +14,7 @@ from treadle.errors import CheckpointError, ConfigError, DataError, ModelError, 
 from treadle.observe.samples import read_groups, rollout_file
 from treadle.rollout.conversation import SingleTurn
 from treadle.rollout.engines.torch_engine.model_runner import ModelRunner
-from treadle.run import build, session, start
+from treadle.run import build, model_files, session, start
 from treadle.run.compute import ComputeThread
 from treadle.run.place import save_folder
 from treadle.training.trainer import Trainer
@@ -57,34 +57,6 @@ def drawn(folder, rollout_id):
 # Building
 
 
-@pytest.mark.parametrize(
-    ("fields", "want"),
-    [
-        ({"rollout_max_response_len": 200}, 256 - 200),
-        ({"rollout_max_response_len": 200, "eval_max_response_len": 100}, 56),
-        ({"rollout_max_response_len": 100, "eval_max_response_len": 200}, 56),
-        ({"rollout_max_response_len": 200, "rollout_max_prompt_len": 10}, 10),
-        ({"rollout_max_response_len": 200, "rollout_max_prompt_len": 56}, 56),
-        ({"rollout_max_response_len": 255}, 1),
-    ],
-)
-def test_the_longest_prompt_leaves_room_for_the_longest_response(make_config, tiny_model_dir, fields, want):
-    assert build.longest_prompt(make_config(**fields), str(tiny_model_dir)) == want
-
-
-@pytest.mark.parametrize(
-    ("fields", "numbers"),
-    [
-        ({"rollout_max_response_len": 256}, "1 prompt and 256 response tokens do not fit the model's context of 256"),
-        ({"rollout_max_response_len": 200, "rollout_max_prompt_len": 57}, "57 prompt and 200 response tokens"),
-        ({"rollout_max_response_len": 10, "eval_max_response_len": 300}, "1 prompt and 300 response tokens"),
-    ],
-)
-def test_what_does_not_fit_the_context_is_refused_with_its_numbers(make_config, tiny_model_dir, fields, numbers):
-    with pytest.raises(ConfigError, match=numbers):
-        build.longest_prompt(make_config(**fields), str(tiny_model_dir))
-
-
 def test_checkpoints_lie_in_the_run_folder_or_where_asked(make_config, tmp_path):
     assert save_folder(make_config(), tmp_path) == tmp_path / "checkpoints"
     assert save_folder(make_config(save=str(tmp_path / "x")), tmp_path / "run") == tmp_path / "x"
@@ -97,7 +69,8 @@ def test_the_engine_and_manager_have_the_limits_of_the_configuration(make_config
 
     async def main():
         engine = build.open_torch_engine(config, tiny_model, tiny_codec, ComputeThread())
-        manager = await build.open_manager(config, engine, tiny_codec, 256, AsyncExitStack())
+        generation = await build.open_generation(config, engine, tiny_codec, 256, None, (None, []), AsyncExitStack())
+        manager = generation.manager
         assert (manager.timeout_seconds, manager.max_concurrent_prompts) == (77.0, 3)
         assert isinstance(manager._shared.environment, SingleTurn)
         limits = engine._runner.store.limits
@@ -117,8 +90,7 @@ def test_an_evaluation_set_has_its_own_sampling_and_rewards(make_run, tiny_codec
 
     async def main():
         async with AsyncExitStack() as stack:
-            scorer = await build.open_scorer(config, config.reward, stack)
-            one, two = await build.open_eval_sets(config, tiny_codec, 50, scorer, stack)
+            scorer, (one, two) = await build.open_scoring(config, tiny_codec, 50, stack)
             assert one.scorer is scorer
             assert two.scorer.reward_names == ("regex",)
             assert [(s.name, len(s.prompts), s.n, s.sampling.temperature) for s in (one, two)] == [
@@ -287,7 +259,7 @@ def test_one_thread_computes(make_run, monkeypatch):
         monkeypatch.setattr(owner, name, watched)
 
     watch(session, "compute_dtype")
-    watch(build, "check_models")
+    watch(model_files, "check_models")
     watch(build, "load_policy")
     watch(build, "build_trainer")
     watch(ModelRunner, "__init__")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from treadle.chat import load_codec
 from treadle.errors import DeadlineError, EngineError, EngineLostError, TreadleError, WorkerLostError
@@ -16,8 +16,7 @@ from treadle.rollout.engines.base import Engine, EnginePart
 from treadle.run import build
 from treadle.run.compute import ComputeThread
 from treadle.run.memory import PeakMemory
-from treadle.run.ray.calls import Call
-from treadle.run.ray.worker import Worker, WorkerActor, WorkerSetup
+from treadle.run.ray.worker import Call, Worker, WorkerActor, WorkerSetup
 from treadle.run.servers import ServerPlace, is_server, open_server
 from treadle.types import Completion, SamplingParams
 from treadle.weights import Offer
@@ -33,8 +32,8 @@ class EngineActor(WorkerActor):
         self._index = index
         self._engine: Engine | None = None
         # Memory is measured of engines that compute in this process; a server has its own.
-        self._device = None if is_server(setup.config) else pick_device(setup.config.model.device).type
-        self._memory, self._compute = PeakMemory(), ComputeThread()
+        self._memory = None if is_server(setup.config) else PeakMemory(pick_device(setup.config.model.device).type)
+        self._compute = ComputeThread()
 
     @property
     def engine(self) -> Engine:
@@ -45,7 +44,7 @@ class EngineActor(WorkerActor):
         """Load the model; the engine generates only after its first weights. Return the processes that receive them."""
         config, model_path = self._setup.config, self._setup.model_path
         codec = await asyncio.to_thread(load_codec, model_path)
-        if self._device is None:
+        if self._memory is None:
             logs = Path(tempfile.mkdtemp(prefix="treadle-engine-"))
             self._engine = await open_server(config, ServerPlace(model_path, codec, logs), self._index)
         else:
@@ -61,17 +60,9 @@ class EngineActor(WorkerActor):
         await self.engine.receive(offer)
         return self.engine.version
 
-    async def set_version(self, version: int) -> None:
-        await self.engine.set_version(version)
-
-    async def abort(self) -> None:
-        await self.engine.abort()
-
-    async def pause(self) -> None:
-        await self.engine.pause()
-
-    async def resume(self) -> None:
-        await self.engine.resume()
+    async def ask(self, method: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Call this method of the engine."""
+        await getattr(self.engine, method.__name__)(*args)
 
     async def sleep(self) -> float | None:
         """Put the engine to sleep; return the peak memory of the turn that ends, in GiB (None for a server)."""
@@ -87,10 +78,7 @@ class EngineActor(WorkerActor):
         return peak
 
     def _turn(self) -> float | None:
-        return None if self._device is None else self._memory.turn(self._device)
-
-    async def health(self) -> None:
-        await self.engine.health()
+        return None if self._memory is None else self._memory.turn()
 
 
 class RemoteEngine:
@@ -129,17 +117,23 @@ class RemoteEngine:
         self._version = await _answer(call, self._weights_seconds)
 
     async def set_version(self, version: int) -> None:
-        await _answer(self._worker.call("the version", EngineActor.set_version, version), self._answer_seconds)
+        await self._ask("the version", Engine.set_version, version)
         self._version = version
 
     async def abort(self) -> None:
-        await _answer(self._worker.call("abort", EngineActor.abort), self._answer_seconds)
+        await self._ask("abort", Engine.abort)
 
     async def pause(self) -> None:
-        await _answer(self._worker.call("pause", EngineActor.pause), self._answer_seconds)
+        await self._ask("pause", Engine.pause)
 
     async def resume(self) -> None:
-        await _answer(self._worker.call("resume", EngineActor.resume), self._answer_seconds)
+        await self._ask("resume", Engine.resume)
+
+    async def health(self) -> None:
+        await self._ask("health", Engine.health)
+
+    async def _ask(self, what: str, method: Callable[..., Awaitable[None]], *args: Any) -> None:
+        await _answer(self._worker.call(what, EngineActor.ask, method, *args), self._answer_seconds)
 
     async def sleep(self) -> None:
         self.turn_gib = await _answer(self._worker.call("sleep", EngineActor.sleep), self._answer_seconds)
@@ -147,9 +141,6 @@ class RemoteEngine:
     async def wake(self, part: EnginePart) -> None:
         call = self._worker.call(f"wake {part}", EngineActor.wake, part)
         self.turn_gib = await _answer(call, self._answer_seconds)
-
-    async def health(self) -> None:
-        await _answer(self._worker.call("health", EngineActor.health), self._answer_seconds)
 
     async def close(self) -> None:
         """End the process at once."""

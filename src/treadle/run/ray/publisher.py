@@ -7,7 +7,7 @@ import asyncio
 from treadle.observe.progress import Progress
 from treadle.run.ray.remote_rollouts import RemoteRollouts
 from treadle.run.ray.rollout_worker import RolloutStatus
-from treadle.run.ray.train_workers import TrainGroup
+from treadle.run.ray.train_group import TrainGroup
 from treadle.weights import Publisher
 
 

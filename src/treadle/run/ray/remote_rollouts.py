@@ -11,9 +11,8 @@ from treadle.metrics import Metric
 from treadle.observe.progress import Progress
 from treadle.rollout.engines.base import EnginePart
 from treadle.run.loop import Collection
-from treadle.run.ray.calls import Call, all_in_time
 from treadle.run.ray.rollout_worker import RolloutActor, RolloutStatus
-from treadle.run.ray.worker import Worker, show_notes
+from treadle.run.ray.worker import Call, Worker, all_in_time, show_warnings
 from treadle.training.checkpoint import Checkpoint
 from treadle.types import Group
 from treadle.weights import Offer
@@ -26,7 +25,7 @@ STATUS_SECONDS = 0.3
 class RemoteRollouts:
     """Rollouts that are collected by a `RolloutActor`.
 
-    While it works its notes are shown, and `on_status` is called with its status; an exception that it raises ends the call.
+    While it works its warnings are shown, and `on_status` is called with its status; an exception that it raises ends the call.
     The peak memory of the engines goes to `turns` when they fall asleep or wake.
     """
 
@@ -115,5 +114,5 @@ class RemoteRollouts:
     async def _show_status(self) -> None:
         seconds = self._config.cluster.worker_silence_seconds
         status = await self.worker.call("its status", RolloutActor.status).in_time(seconds)
-        show_notes(status.notes, self._progress)
+        show_warnings(status.warnings, self._progress)
         self.on_status(status)

@@ -11,30 +11,28 @@ from treadle.chat import load_codec
 from treadle.data import PromptSource
 from treadle.errors import EngineLostError
 from treadle.metrics import Metric, metric
-from treadle.models.context import context_length
-from treadle.models.load import load_config
+from treadle.models.model_config import context_length, load_config
 from treadle.rollout.engines.base import EnginePart
 from treadle.rollout.engines.pool import EnginePool, OnPublish
-from treadle.rollout.filters import load_filter
 from treadle.run import build
 from treadle.run.loop import Collection
 from treadle.run.ray.engine_worker import EngineActor, RemoteEngine
 from treadle.run.ray.placement import Places, worker_options
-from treadle.run.ray.worker import Note, Worker, WorkerActor, WorkerSetup
-from treadle.run.rollouts import Generation, Rollouts
+from treadle.run.ray.worker import Worker, WorkerActor, WorkerSetup
+from treadle.run.resume import random_state, set_random_state
+from treadle.run.rollouts import Rollouts
 from treadle.run.servers import is_server, pool_limits
-from treadle.run.state import random_state, set_random_state
 from treadle.types import Group
 from treadle.weights import Offer
 
 
 @dataclass(frozen=True)
 class RolloutStatus:
-    """What the driver sees of the rollout worker while it waits: the phase, its notes, and whether an engine that was
+    """What the driver sees of the rollout worker while it waits: the phase, its warnings, and whether an engine that was
     restarted waits for a publish."""
 
     phase: tuple[str, int, int] | None
-    notes: list[Note]
+    warnings: list[str]
     wants_weights: bool
 
 
@@ -59,7 +57,7 @@ class RolloutActor(WorkerActor):
     async def load(self) -> int:
         """Read the prompts; how many there are."""
         config, codec, longest = self._config, self._codec, self._setup.max_prompt
-        source = await asyncio.to_thread(build.load_source, config, codec, longest, self._notes.warn)
+        source = await asyncio.to_thread(build.load_source, config, codec, longest, self._warnings.warn)
         self._source = source
         return len(source)
 
@@ -67,21 +65,21 @@ class RolloutActor(WorkerActor):
         """Start engines and rewards, and load the evaluation sets."""
         config, cluster = self._config, self._config.cluster
         starting = [asyncio.create_task(self._start_engine(i)) for i in range(cluster.num_engines)]
-        scorer = await build.open_scorer(config, config.reward, self._stack)
-        sets = await build.open_eval_sets(config, self._codec, self._setup.max_prompt, scorer, self._stack)
+        scoring = await build.open_scoring(config, self._codec, self._setup.max_prompt, self._stack)
         engines: list[RemoteEngine | None] = []
         for task in starting:
             try:
                 engines.append(await task)
             except EngineLostError as error:  # the pool starts it again
-                self._notes.warn(str(error))
+                self._warnings.warn(str(error))
                 engines.append(None)
-        self._pool = EnginePool(engines, self._start_engine, pool_limits(config), self._notes.warn)
+        self._pool = EnginePool(engines, self._start_engine, pool_limits(config), self._warnings.warn)
         self._stack.push_async_callback(self._pool.close)
         context = context_length(load_config(self._setup.model_path))
-        manager = await build.open_manager(config, self.pool, self._codec, context, self._stack)
-        keep = None if config.rollout.group_filter is None else load_filter(config.rollout.group_filter)
-        self._rollouts = Rollouts(config, Generation(manager, self._source, scorer, sets, keep), self._show)
+        generation = await build.open_generation(
+            config, self.pool, self._codec, context, self._source, scoring, self._stack
+        )
+        self._rollouts = Rollouts(config, generation, self._show)
 
     def _show(self, phase: str, done: int, total: int) -> None:
         self._phase = (phase, done, total)
@@ -157,7 +155,7 @@ class RolloutActor(WorkerActor):
         self._source.next_prompts(rollouts * self._config.rollout.rollout_batch_size)
 
     async def status(self) -> RolloutStatus:
-        return RolloutStatus(self._phase, self._notes.take(), self._pool is not None and self._pool.wants_weights)
+        return RolloutStatus(self._phase, self._warnings.take(), self._pool is not None and self._pool.wants_weights)
 
     async def close(self) -> None:
         await self._stack.aclose()

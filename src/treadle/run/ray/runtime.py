@@ -1,7 +1,7 @@
 """The cluster runtime: the same loop over workers that Ray runs, on one machine or many.
 
-A rollout worker drives the engines, train workers are the ranks of the trainer; this process plans, saves, records and decides what
-happens when a worker is lost.
+A rollout worker drives the engines, train workers are the ranks of the trainer. This process plans, saves, records, and
+restarts all workers from the last checkpoint if one of them dies.
 """
 
 from __future__ import annotations
@@ -16,23 +16,20 @@ from typing import Any
 from treadle.config import Config
 from treadle.errors import WorkerLostError
 from treadle.metrics import Metric
-from treadle.run import build
-from treadle.run.differences import check_supplies
 from treadle.run.lease import Lease
 from treadle.run.loop import Schedule, train_loop
 from treadle.run.parts import Parts
-from treadle.run.ray.calls import Call
 from treadle.run.ray.connection import ray_running
 from treadle.run.ray.placement import Places, place, release, until_gone
 from treadle.run.ray.publisher import ClusterPublisher
-from treadle.run.ray.rank_workers import RankActor
 from treadle.run.ray.remote_rollouts import RemoteRollouts
 from treadle.run.ray.rollout_worker import RolloutActor
-from treadle.run.ray.train_workers import TrainGroup
+from treadle.run.ray.train_group import TrainGroup
+from treadle.run.ray.train_workers import RankActor
 from treadle.run.ray.worker import Worker, WorkerSetup, while_alive
 from treadle.run.record import Outputs
 from treadle.run.servers import transport_name
-from treadle.run.session import Session, finish, is_finished, open_outputs, schedule_of
+from treadle.run.session import Session, check_training, finish, is_finished, note_resumed, open_outputs, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.checkpoint import PREFIX, find_checkpoint
 from treadle.weights import TransportPlan, choose_transport
@@ -42,32 +39,11 @@ MANY_CALLS = 100_000
 """Calls a worker holds at once: a rollout has one for each prompt."""
 
 
-@dataclass(frozen=True, eq=False)
-class Workers:
-    """Both sides of the run; None for one that does not run. `turns` gets the peak memory of those that sleep and wake."""
-
-    places: Places
-    rollouts: RemoteRollouts | None
-    trainer: TrainGroup | None
-    turns: list[Metric]
-
-    @property
-    def all(self) -> list[Worker[Any]]:
-        rollout: list[Worker[Any]] = [] if self.rollouts is None else [self.rollouts.worker]
-        return rollout + ([] if self.trainer is None else [*self.trainer.workers])
-
-    def take_turns(self) -> list[Metric]:
-        """Return the peak memory of the turns since the last call."""
-        taken = list(self.turns)
-        self.turns.clear()
-        return taken
-
-
 async def train_on_cluster(session: Session, recipe_name: str, stop: Stop) -> dict[str, Any]:
-    """Train over workers; after a lost one, go on from the last checkpoint of this run. Returns the summary."""
+    """Train over workers; if one dies, go on from the last checkpoint of this run. Returns the summary."""
     began = time.perf_counter()
     progress, most = session.progress, session.config.cluster.max_restarts
-    attempt = _Attempt(session, recipe_name, stop, teacher=_teacher(session))
+    attempt = _Attempt(session, stop, check_training(session))
     summary: dict[str, Any] = {}
     with ray_running(session.config.cluster, progress) as can_grow:
         try:
@@ -89,56 +65,43 @@ async def train_on_cluster(session: Session, recipe_name: str, stop: Stop) -> di
     return summary
 
 
-def _teacher(session: Session) -> str | None:
-    """The teacher's folder; what is wrong with the objective or with it is told before any worker starts."""
-    if not session.config.debug.debug_rollout_only:
-        check_supplies(build.resolve_objective(session.config), session.checkpoint)
-    return build.find_teacher(session.config, session.codec, session.max_prompt)
-
-
 class _Attempt:
-    """One life of the workers, from a start or a checkpoint to the end or a loss."""
+    """One life of the workers, from a start or a checkpoint to the end of the run or of a worker."""
 
-    def __init__(self, session: Session, name: str, stop: Stop, *, teacher: str | None, outputs: Outputs | None = None):
-        self.session, self.name, self.stop, self.teacher, self.outputs = session, name, stop, teacher, outputs
+    def __init__(self, session: Session, stop: Stop, teacher: str | None, outputs: Outputs | None = None):
+        self.session, self.stop, self.teacher, self.outputs = session, stop, teacher, outputs
         self.finished_after: int | None = None
         self._parts: Parts | None = None
 
     def again(self) -> _Attempt:
-        """The next attempt: from the newest checkpoint this run wrote, or else from where this one started."""
+        """Return the next attempt: from the newest checkpoint this run wrote, or else from where this one started."""
         session = self.session
-        saved = None if self._parts is None else self._parts.saved
-        if saved is not None:
-            assert self.outputs is not None
-            path = self.outputs.checkpoints / f"{PREFIX}{saved:06d}"
+        if self._parts is not None and self._parts.saved is not None:
+            path = self._parts.out.checkpoints / f"{PREFIX}{self._parts.saved:06d}"
             session = replace(session, checkpoint=find_checkpoint(path, session.progress.warn))
-        return _Attempt(session, self.name, self.stop, teacher=self.teacher, outputs=self.outputs)
+        return _Attempt(session, self.stop, self.teacher, self.outputs)
 
     async def run(self, can_grow: bool) -> None:
         """Start the workers, run the loop, end the workers."""
         session, config, progress = self.session, self.session.config, self.session.progress
-        generates, trains = not config.debug.debug_train_only, not config.debug.debug_rollout_only
+        cluster, is_restart = config.cluster, self.outputs is not None
         async with AsyncExitStack() as stack:
             progress.phase("waiting for a place")
-            places = await place(config, progress.note, trains=trains, generates=generates, can_grow=can_grow)
+            places = await place(config, progress.note, can_grow=can_grow)
             stack.push_async_callback(until_gone, places, CLOSE_SECONDS)
             stack.callback(release, places)
-            workers = _start_workers(self.session, places, self.teacher)
-            stack.push_async_callback(_end, workers)
+            workers = _start_workers(session, places, self.teacher)
+            stack.push_async_callback(workers.close)
             progress.phase("starting the workers")
-            schedule = await self._load(workers)
-            if schedule is None:
+            schedule = schedule_of(session, None if workers.rollouts is None else await workers.rollouts.load())
+            if not is_restart and is_finished(session, schedule):
                 return
-            self.outputs = open_outputs(session, stack, again=self.outputs is not None)
-            cluster = config.cluster
-            await while_alive(
-                self._drive(workers, schedule, self.outputs),
-                workers.all,
-                cluster.health_check_interval_seconds,
-                cluster.worker_silence_seconds,
-            )
+            await workers.load(session, schedule)
+            self.outputs = open_outputs(session, stack, again=is_restart)
+            driven, interval = self._drive(workers, schedule, self.outputs), cluster.health_check_interval_seconds
+            await while_alive(driven, workers.all, interval, cluster.worker_silence_seconds)
 
-    async def _drive(self, workers: Workers, schedule: Schedule, outputs: Outputs) -> None:
+    async def _drive(self, workers: _Workers, schedule: Schedule, outputs: Outputs) -> None:
         """Give the engines their first weights, then run the loop."""
         config, progress, start = self.session.config, self.session.progress, schedule.start_rollout_id
         rollouts, trainer, cluster = workers.rollouts, workers.trainer, config.cluster
@@ -161,32 +124,53 @@ class _Attempt:
             with stops_on_signals(self.stop, progress.note):
                 self.finished_after = await train_loop(parts, lease, schedule, self.stop)
 
-    async def _load(self, workers: Workers) -> Schedule | None:
-        """Have the workers load what they need and go to where the checkpoint was taken, side by side.
 
-        Returns None if nothing is left to do.
-        """
-        session, checkpoint = self.session, self.session.checkpoint
-        schedule = schedule_of(session, None if workers.rollouts is None else await workers.rollouts.load())
-        if self.outputs is None and is_finished(session, schedule):
-            return None
+@dataclass(frozen=True, eq=False)
+class _Workers:
+    """Both sides of the run; a side that does not run is None. `turns` gets the peak memory of those that sleep and wake."""
+
+    places: Places
+    rollouts: RemoteRollouts | None
+    trainer: TrainGroup | None
+    turns: list[Metric]
+
+    @property
+    def all(self) -> list[Worker[Any]]:
+        rollout: list[Worker[Any]] = [] if self.rollouts is None else [self.rollouts.worker]
+        return rollout + ([] if self.trainer is None else [*self.trainer.workers])
+
+    def take_turns(self) -> list[Metric]:
+        """Return the peak memory of the turns since the last call."""
+        taken = list(self.turns)
+        self.turns.clear()
+        return taken
+
+    async def load(self, session: Session, schedule: Schedule) -> None:
+        """Have both sides load what they need and go to where the checkpoint was taken, side by side."""
         waits = []
-        if workers.trainer is not None:
-            waits.append(workers.trainer.build(schedule.num_rollout, checkpoint))
-        if workers.rollouts is not None:
-            waits.append(workers.rollouts.open(checkpoint, session.start_rollout_id))
+        if self.trainer is not None:
+            waits.append(self.trainer.build(schedule.num_rollout, session.checkpoint))
+        if self.rollouts is not None:
+            waits.append(self.rollouts.open(session.checkpoint, session.start_rollout_id))
         await asyncio.gather(*waits)
-        if checkpoint is not None:
-            session.progress.note(f"resuming at rollout {checkpoint.rollout_id} from {checkpoint.path}")
-        return schedule
+        note_resumed(session)
+
+    async def close(self) -> None:
+        """Have the workers release what they hold, all at once, then end their processes."""
+        ends = [] if self.rollouts is None else [self.rollouts.worker.call("its end", RolloutActor.close)]
+        ends += [] if self.trainer is None else [w.call("its end", RankActor.close) for w in self.trainer.workers]
+        waits = [call.value(CLOSE_SECONDS) for call in ends]
+        await asyncio.gather(*waits, return_exceptions=True)  # one of them may have died
+        for worker in self.all:
+            worker.kill()
 
 
-def _start_workers(session: Session, places: Places, teacher: str | None) -> Workers:
+def _start_workers(session: Session, places: Places, teacher: str | None) -> _Workers:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     config, progress = session.config, session.progress
-    setup = WorkerSetup.here(config, session.policy_path, session.max_prompt)
+    setup = WorkerSetup(config, session.policy_path, session.files.max_prompt)
     rollouts = trainer = None
     turns: list[Metric] = []
     if places.engines:
@@ -196,7 +180,7 @@ def _start_workers(session: Session, places: Places, teacher: str | None) -> Wor
         rollouts = RemoteRollouts(config, Worker("rollout worker", handle), progress, turns)
     if places.train:
         trainer = TrainGroup(setup, places, teacher, progress, turns)
-    return Workers(places, rollouts, trainer, turns)
+    return _Workers(places, rollouts, trainer, turns)
 
 
 def _transport(config: Config, places: Places, receivers: int, folder: Path) -> TransportPlan:
@@ -204,21 +188,7 @@ def _transport(config: Config, places: Places, receivers: int, folder: Path) -> 
     cluster = config.cluster
     name = choose_transport(cluster.weight_transport, on_one_node=places.on_one_node, on_gpu=places.uses_gpus)
     folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
-    nccl = places.uses_gpus and not cluster.colocate
+    backend = "nccl" if places.uses_gpus and not cluster.colocate else "gloo"
     elsewhere = config.engine.rollout_external_engine_addrs or not places.on_one_node
     host = places.train[0].node_ip if elsewhere else "127.0.0.1"
-    name = transport_name(config, name)
-    return TransportPlan(name, receivers, folder.absolute(), host=host, backend="nccl" if nccl else "gloo")
-
-
-async def _end(workers: Workers) -> None:
-    """Let the workers end what they hold, all at once, then end them."""
-    ends: list[Call[None]] = []
-    if workers.rollouts is not None:
-        ends.append(workers.rollouts.worker.call("its end", RolloutActor.close))
-    if workers.trainer is not None:
-        ends += [worker.call("its end", RankActor.close) for worker in workers.trainer.workers]
-    waits = [call.value(CLOSE_SECONDS) for call in ends]
-    await asyncio.gather(*waits, return_exceptions=True)  # one of them may be lost already
-    for worker in workers.all:
-        worker.kill()
+    return TransportPlan(transport_name(config, name), receivers, folder.absolute(), host=host, backend=backend)

@@ -1,18 +1,18 @@
-"""The workers that train the policy: one process for each rank, and the group of them that the driver sees.
+"""The processes that train: one for each rank of the policy, and one for each rank of a critic with workers of its own.
 
-The driver plans a rollout and puts each rank's share into the object store once; ranks exchange gradients among
-themselves. The first rank sends the weights and makes the checkpoints, to which all of them write. A critic with workers
-of its own trains beside them: values and returns go from rank to rank through the object store.
+Ranks exchange gradients among themselves. The first rank of the policy sends the weights and makes the checkpoints, to
+which all of them write. A critic with workers of its own trains beside them: it gives values to the policy's ranks and
+gets returns back, rank to rank, through the object store.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
-import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,147 @@ import torch
 import torch.distributed as dist
 
 from treadle.chat import load_codec
-from treadle.config import batch_arithmetic, recorded
-from treadle.metrics import Metric, metric
-from treadle.observe.progress import Progress
+from treadle.metrics import Metric
+from treadle.models.load import pick_device
+from treadle.models.offload import HostCopies
 from treadle.run import build
-from treadle.run.ray.calls import Call, all_in_time
-from treadle.run.ray.critic_workers import CriticActor
-from treadle.run.ray.placement import Places
-from treadle.run.ray.rank_workers import RankActor, RankGroup, Rendezvous, Trained
-from treadle.run.ray.worker import BusyWorker, WorkerSetup, show_notes
-from treadle.run.state import random_state
-from treadle.training.checkpoint import Checkpoint, save_checkpoint
-from treadle.training.critic import FOLDER as CRITIC_FOLDER
-from treadle.training.rollout_plan import Planner, RankShare, TokenNumbers, numbers_at
+from treadle.run.memory import PeakMemory
+from treadle.run.ray.worker import WorkerActor, WorkerSetup
+from treadle.run.resume import save_trainer, set_random_state
+from treadle.training.batch import Batch
+from treadle.training.checkpoint import Checkpoint, find_checkpoint, staged_part
+from treadle.training.micro_batches import Passes
+from treadle.training.parallel import Grid, ParallelSpec, build_grid
+from treadle.training.ranks import join_ranks, leave_ranks, lost_ranks_are_named
+from treadle.training.rollout_plan import RankShare, TokenNumbers, numbers_at
 from treadle.training.trainer import Rollout
-from treadle.types import Group
 from treadle.weights import Offer, SentWeights, TransportPlan, WeightSender, open_sender
 
 
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a group find each other: an address of the first rank, and a file or a port there."""
+
+    rank: int
+    size: int
+    address: str
+    at: Path | int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank returns of a rollout: metrics, and warnings to show."""
+
+    metrics: Sequence[Metric]
+    warnings: list[str]
+
+
+class RankActor(WorkerActor):
+    """A rank in a process of its own. Calls run one after the other, except health checks.
+
+    `build` of a subclass joins the ranks, loads their model and sets `_moves`, which free and restore its memory.
+    """
+
+    _grid: Grid
+    _moves: tuple[Callable[[], object], Callable[[], object]]
+    _rendezvous_folder: Path | None = None
+
+    def rendezvous(self, address: str, *, on_one_node: bool) -> Path | int:
+        """Return where the ranks can find each other.
+
+        On one node that is a file in a new folder of this user alone; else a port that nobody listens on.
+        """
+        if on_one_node:
+            self._rendezvous_folder = Path(tempfile.mkdtemp(prefix="treadle-ranks-"))
+            return self._rendezvous_folder / "store"
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return int(probe.getsockname()[1])
+
+    def close(self) -> None:
+        leave_ranks()
+        if self._rendezvous_folder is not None:
+            shutil.rmtree(self._rendezvous_folder, ignore_errors=True)
+
+    def sleep(self) -> float:
+        """Move weights and optimizer off the device, nothing on a CPU; return the turn's peak memory in GiB."""
+        return self._end_turn(0)
+
+    def wake(self) -> float:
+        """Bring back what `sleep` moved; return the turn's peak memory in GiB."""
+        return self._end_turn(1)
+
+    def _end_turn(self, move: int) -> float:
+        """Move memory, and return the peak of the turn before. The move itself counts for neither turn."""
+        peak = self._memory.turn()
+        self._moves[move]()
+        self._memory.turn()
+        return peak
+
+    def _join(self, group: Rendezvous) -> None:
+        spec, device = ParallelSpec.of(self._config, group.size), pick_device(self._config.model.device)
+        self._memory = PeakMemory(device.type)
+        if spec.num_ranks > 1:
+            seconds, address = spec.timeout_seconds, group.address
+            join_ranks(group.rank, group.size, at=group.at, device=device, timeout_seconds=seconds, address=address)
+        self._grid = build_grid(spec, device)
+
+    def _found(self, checkpoint: str) -> Checkpoint:
+        """Return the checkpoint to start from, and set the random generators to where it was taken."""
+        found = find_checkpoint(Path(checkpoint), self._warnings.warn)
+        set_random_state(found.entry("random", dict))
+        return found
+
+    def _trained(self, metrics: Sequence[Metric], *, reports_memory: bool = False) -> Trained:
+        """Add the peak memory of this process, and on a rank that reports it the memory in use now."""
+        now, peak = self._memory.metrics()
+        return Trained([*metrics, *([now, peak] if reports_memory else [peak])], self._warnings.take())
+
+    def _ranks_named(self, doing: str) -> AbstractContextManager[None]:
+        return lost_ranks_are_named(doing, self._grid.world.rank, self._grid.world.size)
+
+
+class CriticActor(RankActor):
+    """The critic of one rank."""
+
+    def build(self, group: Rendezvous, num_rollout: int, checkpoint: str | None) -> int:
+        """Join the ranks and load the critic, then the checkpoint; return which share is this rank's."""
+        self._join(group)
+        self._critic, host = (
+            build.build_critic(self._config, self._grid, num_rollout, self._warnings.warn),
+            HostCopies(),
+        )
+        self._moves = lambda: host.sleep(self._critic.tensors()), host.wake
+        if checkpoint is not None:
+            self._critic.load(self._found(checkpoint))
+        self._rollout: tuple[RankShare, Batch, Passes] | None = None
+        return self._grid.data.rank
+
+    def values(self, share: RankShare) -> TokenNumbers:
+        """Return the values of the share's samples, before the rollout's steps."""
+        with self._ranks_named("scoring a rollout"):
+            passes = self._critic.plan(share.batch, share.steps)
+            values = self._critic.values(share.batch, passes)
+        self._rollout = share, replace(share.batch, values=values), passes
+        return TokenNumbers(share.places, share.batch.lengths, values)
+
+    def train(self, rollout_id: int, *returns: TokenNumbers) -> Trained:
+        """Take the rollout's optimizer steps towards these returns, which the policy's ranks computed."""
+        assert self._rollout is not None, "values come first"
+        (share, batch, passes), self._rollout = self._rollout, None
+        batch = replace(batch, returns=numbers_at(share.places, returns))
+        with self._ranks_named(f"training on rollout {rollout_id}"):
+            return self._trained(self._critic.train(batch, passes))
+
+    def write(self, folder: Path, name: str) -> tuple[Path, int]:
+        """Write the critic with all ranks into the save folder; return where it is and how many steps it has taken."""
+        with self._ranks_named("writing a checkpoint"), staged_part(folder, name) as path:
+            self._critic.write(path)
+        return path, self._critic.optimizer.num_steps
+
+
 class TrainActor(RankActor):
-    """The trainer of one rank in a process of its own."""
+    """The trainer of one rank."""
 
     def __init__(self, setup: WorkerSetup, teacher_path: str | None):
         super().__init__(setup)
@@ -47,35 +168,34 @@ class TrainActor(RankActor):
         self._sender: WeightSender | None = None
         self._whole: dict[str, torch.Tensor] = {}  # of a sharded model, on the first rank
         self._saves = 0
-        self._rollout: Rollout | None = None  # where it is trained in parts
+        self._rollout: Rollout | None = None  # if it is trained in parts
 
     def build(self, group: Rendezvous, num_rollout: int, checkpoint: str | None) -> int:
         """Join the ranks and load all models, then the checkpoint; return which share is this rank's."""
-        config = self._config
-        grid = self._join(group)
-        model = build.load_on_ranks(config, self._setup.model_path, grid)
-        elsewhere = config.cluster.num_critic_workers > 0
-        self._trainer = build.build_trainer(
-            config, model, num_rollout, self._notes.warn, self._teacher_path, critic_elsewhere=elsewhere
-        )
-        if grid.is_first:
-            self._trainer.try_writing(load_codec(self._setup.model_path).save)
+        config, path, warn = self._config, self._setup.model_path, self._warnings.warn
+        self._join(group)
+        model, elsewhere = build.load_on_ranks(config, path, self._grid), config.cluster.num_critic_workers > 0
+        teacher = self._teacher_path
+        self._trainer = build.build_trainer(config, model, num_rollout, warn, teacher, critic_elsewhere=elsewhere)
+        self._moves = self._trainer.sleep, self._trainer.wake
+        if self._grid.is_first:
+            self._trainer.try_writing(load_codec(path).save)
         if checkpoint is not None:
             self._trainer.load(self._found(checkpoint))
-        return grid.data.rank
+        return self._grid.data.rank
 
     def train(self, share: RankShare, rollout_id: int) -> Trained:
-        """The rollout's optimizer steps on this rank's share."""
-        return self._trained(self._trainer.train_share(share, rollout_id))
+        """Take the rollout's optimizer steps on this rank's share."""
+        return self._trained(self._trainer.train_share(share, rollout_id), reports_memory=self._grid.is_first)
 
-    # The same in parts, with a critic elsewhere
+    # The same in parts, with a critic on ranks of its own
 
     def score(self, share: RankShare) -> None:
-        """What the models of this group say of the share's samples."""
+        """Score the share's samples with the models of this group."""
         self._rollout = self._trainer.score(share)
 
     def spread(self, *values: TokenNumbers) -> TokenNumbers:
-        """Advantages, with the critic's values; the returns of the share's samples."""
+        """Compute advantages from the critic's values; return the returns of the share's samples."""
         assert self._rollout is not None, "scores come first"
         places = self._rollout.share.places
         batch = replace(self._rollout.batch, values=numbers_at(places, values))
@@ -85,56 +205,36 @@ class TrainActor(RankActor):
         return TokenNumbers(places, batch.lengths, returns)
 
     def take_steps(self, rollout_id: int) -> Trained:
-        """The rollout's optimizer steps on the scored share."""
+        """Take the rollout's optimizer steps on the scored share."""
         assert self._rollout is not None, "advantages come first"
         rollout, self._rollout = self._rollout, None
-        return self._trained(self._trainer.take_steps(rollout, rollout_id))
+        return self._trained(self._trainer.take_steps(rollout, rollout_id), reports_memory=self._grid.is_first)
 
-    def _trained(self, metrics: Sequence[Any]) -> Trained:
-        memory = self._memory(self._trainer.device, reports_current=self._trainer.policy.grid.is_first)
-        return Trained([*metrics, *memory], self._notes.take())
+    def save(self, folder: Path, done: int, state: Mapping[str, Any], critic: Path | None) -> None:
+        """Write a checkpoint with all ranks.
 
-    def save(self, folder: Path, done: int, state: dict[str, Any], critic: Path | None) -> None:
-        """Write a checkpoint with all ranks; `state` is what the other parts of the run need to resume, `critic` where
-        the critic's part of it was written, which the first rank moves to its place."""
-        trainer, world = self._trainer, self._trainer.policy.grid.world
+        Args:
+            folder: the save folder.
+            done: number of rollouts that were trained.
+            state: what the other parts of the run need to resume.
+            critic: where the critic's ranks wrote their part, which the first rank moves to its place.
+        """
+        trainer, world = self._trainer, self._grid.world
         self._saves += 1
-        told = _Told(f"save-{self._saves}", is_alone=world.is_alone)
+        folders = _SaveFolders(f"save-{self._saves}", is_alone=world.is_alone)
         if world.rank > 0:
-            for what, write in (("model", trainer.write_model), ("rest", trainer.write_rest)):
-                path = told.hear(what)
-                if path is None:
-                    return  # the first rank gave up, and says why
+            for part, write in (("model", trainer.write_model), ("rest", trainer.write_rest)):
+                if (path := folders.wait_for(part)) is None:
+                    return  # the first rank gave up, and reports why
                 write(path)
             return
-
-        def write_model(path: Path) -> None:
-            told.tell("model", path)
-            trainer.write_model(path)
-            load_codec(self._setup.model_path).save(path)
-
-        def write_rest(path: Path) -> None:
-            told.tell("rest", path)
-            trainer.write_rest(path)
-            if critic is not None:
-                os.replace(critic, path / CRITIC_FOLDER)
-
-        own = {**trainer.state(), "random": random_state(), "dtype": self._config.model.dtype}
         try:
-            save_checkpoint(
-                folder,
-                done,
-                write_model=write_model,
-                write_rest=write_rest,
-                optimizer=None if trainer.policy.is_sharded else trainer.optimizer.state_tensors(),
-                state={**own, **state},
-                config=recorded(self._config),
-                keep=self._config.checkpoint.keep_checkpoints,
-            )
+            save_codec = load_codec(self._setup.model_path).save
+            save_trainer(trainer, save_codec, folder, done, state, announce=folders.announce, critic=critic)
         finally:
-            told.end()
+            folders.end()
             if critic is not None:
-                shutil.rmtree(critic, ignore_errors=True)  # there is none where it was moved
+                shutil.rmtree(critic, ignore_errors=True)  # there is none if it was moved
 
     # Weights
 
@@ -144,8 +244,7 @@ class TrainActor(RankActor):
         if trainer.policy.is_sharded:
             specs = trainer.weight_specs()
             self._whole = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
-        tensors = self._whole or trainer.published()
-        self._sender = open_sender(plan, SentWeights(tensors))
+        self._sender = open_sender(plan, SentWeights(self._whole or trainer.published()))
 
     def offer(self, version: int) -> Offer | None:
         """Make the current weights ready; return the offer for the engines on the first rank. All ranks call this."""
@@ -160,15 +259,6 @@ class TrainActor(RankActor):
         assert self._sender is not None, "connect first"
         self._sender.deliver()
 
-    # Memory
-
-    def sleep(self) -> float:
-        """Move weights and optimizer off the device, nothing on a CPU; the most memory of the turn that ends, in GiB."""
-        return self._end_turn(self._trainer.device, self._trainer.sleep)
-
-    def wake(self) -> float:
-        return self._end_turn(self._trainer.device, self._trainer.wake)
-
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
@@ -176,139 +266,26 @@ class TrainActor(RankActor):
         super().close()
 
 
-class _Told:
-    """What the first rank tells the others during a save: the folder of each part, or that it gave up."""
+class _SaveFolders:
+    """The folders of a checkpoint's parts, which the first rank announces to the others through the ranks' store."""
 
     def __init__(self, name: str, *, is_alone: bool):
         self._name, self._store = name, None if is_alone else dist.distributed_c10d._get_default_store()
-        self._left = ["model", "rest"]
+        self._unannounced = ["model", "rest"]
 
-    def tell(self, what: str, path: Path) -> None:
+    def announce(self, part: str, path: Path | None) -> None:
+        """Give the folder of this part to the other ranks, or None if it will not be written."""
         if self._store is not None:
-            self._store.set(f"{self._name}-{what}", str(path))
-        self._left.remove(what)
+            self._store.set(f"{self._name}-{part}", "" if path is None else str(path))
+        self._unannounced.remove(part)
 
-    def hear(self, what: str) -> Path | None:
-        """The folder, or None where there will be none; waits as long as the ranks' deadline."""
+    def wait_for(self, part: str) -> Path | None:
+        """Return the folder of this part, or None if it will not be written; waits up to the ranks' timeout."""
         assert self._store is not None
-        text = self._store.get(f"{self._name}-{what}").decode()
+        text = self._store.get(f"{self._name}-{part}").decode()
         return Path(text) if text else None
 
     def end(self) -> None:
-        """Nobody waits for what was not told."""
-        for what in self._left:
-            if self._store is not None:
-                self._store.set(f"{self._name}-{what}", "")
-        self._left = []
-
-
-class TrainGroup:
-    """All ranks of the policy, and of a critic of its own if there is one. A rank that dies or is late raises
-    `WorkerLostError`: the run can be resumed."""
-
-    def __init__(
-        self, setup: WorkerSetup, places: Places, teacher_path: str | None, progress: Progress, turns: list[Metric]
-    ):
-        self.weights = asyncio.Lock()  # held while the weights change or are sent
-        self.is_ahead = False  # of what was published: from the start of a training step to its publish
-        self._progress, self._turns, self._asleep = progress, turns, False
-        self._seconds = setup.config.cluster.train_timeout_seconds
-        self._policy = RankGroup(TrainActor, "train worker", setup, places, places.train, teacher_path)
-        self._critic = RankGroup(CriticActor, "critic worker", setup, places, places.critic) if places.critic else None
-        num_shares = self._policy.spec.num_data_ranks
-        self._planner = Planner(setup.config, batch_arithmetic(setup.config), num_shares, progress.warn)
-
-    @property
-    def workers(self) -> list[BusyWorker[Any]]:
-        """The workers of all ranks."""
-        return [*self._policy.workers, *([] if self._critic is None else self._critic.workers)]
-
-    async def build(self, num_rollout: int, checkpoint: Checkpoint | None) -> None:
-        """Have all ranks join, load their models and go to where the checkpoint was taken."""
-        waits = [self._policy.build(TrainActor.build, num_rollout, checkpoint)]
-        if self._critic is not None:
-            waits.append(self._critic.build(CriticActor.build, num_rollout, checkpoint))
-        await asyncio.gather(*waits)
-        if checkpoint is not None:
-            self._planner.load_state(dict(checkpoint.state))
-
-    async def train(self, rollout_id: int, groups: Sequence[Group]) -> list[Metric]:
-        """Take the optimizer steps of one rollout; return the metrics of all ranks, and show their notes."""
-        async with self.weights:
-            self.is_ahead = True
-            trained = await self._train(rollout_id, groups)
-        show_notes([note for part in trained for note in part.notes], self._progress)
-        return [found for part in trained for found in part.metrics]
-
-    async def _train(self, rollout_id: int, groups: Sequence[Group]) -> list[Trained]:
-        planned = await asyncio.to_thread(self._planner.prepare, groups)
-        shares = await asyncio.to_thread(self._planner.deal, planned, self._policy.spec.num_data_ranks)
-        what = f"training of rollout {rollout_id}"
-        if self._critic is None:
-            calls = self._policy.call_with_shares(what, TrainActor.train, shares, rollout_id)
-            return await all_in_time(calls, self._seconds)
-        dealt = await asyncio.to_thread(self._planner.deal, planned, self._critic.spec.num_data_ranks)
-        return await self._train_both(self._critic, shares, dealt, rollout_id)
-
-    async def _train_both(
-        self, critic: RankGroup[CriticActor], shares: Sequence[RankShare], dealt: Sequence[RankShare], rollout_id: int
-    ) -> list[Trained]:
-        """Exchange values and returns, then take the steps of both groups at the same time.
-
-        All calls are made at once: Ray starts each when the results it needs have come from the other group.
-        """
-        what, policy = f"training of rollout {rollout_id}", self._policy
-        scored = policy.call_with_shares(f"scores for {what}", TrainActor.score, shares)
-        values = critic.call_with_shares(f"values for {what}", CriticActor.values, dealt)
-        returns = policy.call(f"advantages for {what}", TrainActor.spread, *critic.one_of_each_share(values))
-        steps = policy.call(what, TrainActor.take_steps, rollout_id)
-        steps += critic.call(what, CriticActor.train, rollout_id, *policy.one_of_each_share(returns))
-        first: list[Call[Any]] = [*scored, *values, *returns]
-        return (await all_in_time([*first, *steps], self._seconds))[len(first) :]
-
-    async def save(self, folder: Path, done: int, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint; raises `CheckpointError` if that fails and training can go on."""
-        whole, part = {**self._planner.state(), **state}, None
-        if self._critic is not None:
-            name = f"{done:06d}_{uuid.uuid4().hex[:8]}"
-            written = self._critic.call("its part of a save", CriticActor.write, folder.absolute(), name)
-            part, whole["critic_steps"] = (await all_in_time(written, self._seconds))[0]
-        calls = self._policy.call(f"the save after {done} rollouts", TrainActor.save, folder, done, whole, part)
-        await all_in_time(calls, self._seconds)
-
-    async def connect(self, plan: TransportPlan) -> None:
-        """Open the sending end of the weights, on the first rank."""
-        await self._first.call("the sending end of the weights", TrainActor.connect, plan).in_time(self._seconds)
-
-    async def offer(self, version: int) -> Offer:
-        """Make the current weights ready; return the offer for the engines."""
-        calls = self._policy.call(f"the offer of version {version}", TrainActor.offer, version)
-        offer = (await all_in_time(calls, self._seconds))[0]
-        assert offer is not None, "the first rank sends"
-        return offer
-
-    async def deliver(self, version: int) -> None:
-        """Take part in the transfer of the weights, where the transport needs the trainer to."""
-        await self._first.call(f"the delivery of version {version}", TrainActor.deliver).in_time(self._seconds)
-
-    @property
-    def _first(self) -> BusyWorker[TrainActor]:
-        return self._policy.workers[0]
-
-    async def sleep(self) -> None:
-        """Free the devices' memory; nothing if the ranks sleep."""
-        if not self._asleep:
-            calls = self._policy.call("sleep", TrainActor.sleep)
-            calls += [] if self._critic is None else self._critic.call("sleep", CriticActor.sleep)
-            peaks = await all_in_time(calls, self._seconds)
-            self._turns += [metric("perf/train_awake_gib", gib) for gib in peaks]
-            self._asleep = True
-
-    async def wake(self) -> None:
-        """Inverse of `sleep`; nothing if the ranks are awake."""
-        if self._asleep:
-            calls = self._policy.call("wake", TrainActor.wake)
-            calls += [] if self._critic is None else self._critic.call("wake", CriticActor.wake)
-            peaks = await all_in_time(calls, self._seconds)
-            self._turns += [metric("perf/train_asleep_gib", gib) for gib in peaks]
-            self._asleep = False
+        """Release the ranks that still wait for a part."""
+        for part in list(self._unannounced):
+            self.announce(part, None)

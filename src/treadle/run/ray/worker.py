@@ -1,28 +1,28 @@
-"""A worker process of a cluster: what every one does first, and how its callers see it.
+"""A worker process of a cluster: what every one does first, how its methods are called, and how its end is noticed.
 
 A call that is in flight fails when its worker dies. It does not notice a worker that hangs until its own deadline, which
-may be an hour, and nobody notices a worker that no call waits for. So every worker gets health checks all the time.
+may be an hour, and a worker that no call waits for is not noticed at all. So every worker gets health checks all the time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
 
 from treadle.config import Config
-from treadle.errors import ConfigError, WorkerLostError
+from treadle.errors import ConfigError, DeadlineError, RankError, TreadleError, WorkerLostError
 from treadle.observe.progress import Progress
-from treadle.run.ray.calls import LOSS_SECONDS, Call
-from treadle.run.state import seed_everything
+from treadle.run.resume import seed_everything
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -31,32 +31,26 @@ HEALTH_CHECKS = {"health checks": 1}
 """The concurrency group of calls that don't wait for the call that a rank is busy with, and its size."""
 _SLICE_SECONDS = 1.0
 
-Note = tuple[str, str]
-"""Kind, `warn` or `note`, and text."""
 
-
-class Notes:
-    """Warnings and notes of a worker, kept until the driver takes them."""
+class Warnings:
+    """Warnings of a worker, kept until the driver takes them."""
 
     def __init__(self) -> None:
-        self._lines: list[Note] = []
+        self._texts: list[str] = []
 
     def warn(self, text: str) -> None:
-        self._lines.append(("warn", text))
+        self._texts.append(text)
 
-    def note(self, text: str) -> None:
-        self._lines.append(("note", text))
-
-    def take(self) -> list[Note]:
-        """Return the lines since the last call."""
-        lines, self._lines = self._lines, []
-        return lines
+    def take(self) -> list[str]:
+        """Return the warnings since the last call."""
+        texts, self._texts = self._texts, []
+        return texts
 
 
-def show_notes(notes: Sequence[Note], progress: Progress) -> None:
-    """Show what a worker warned of and noted."""
-    for kind, text in notes:
-        (progress.warn if kind == "warn" else progress.note)(text)
+def show_warnings(texts: Sequence[str], progress: Progress) -> None:
+    """Show what workers warned of."""
+    for text in texts:
+        progress.warn(text)
 
 
 @dataclass(frozen=True)
@@ -66,13 +60,8 @@ class WorkerSetup:
     config: Config
     model_path: str
     max_prompt: int
-    folder: Path  # where the run was started: relative paths of the configuration are from here
-    import_paths: tuple[str, ...]
-
-    @classmethod
-    def here(cls, config: Config, model_path: str, max_prompt: int) -> WorkerSetup:
-        """Return the setup of a run that this process started."""
-        return cls(config, model_path, max_prompt, Path.cwd(), tuple(sys.path))
+    folder: Path = field(default_factory=Path.cwd)  # relative paths of the configuration are from here
+    import_paths: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
 
 
 class WorkerActor:
@@ -94,11 +83,106 @@ class WorkerActor:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._setup, self._config = setup, setup.config
-        self._notes = Notes()
+        self._warnings = Warnings()
         seed_everything(setup.config.train.seed)
 
     def alive(self) -> None:
         """Answer a health check."""
+
+
+# Calls
+
+
+_LOSS_SECONDS = 3.0
+"""Once a worker has failed, how long the others may take to fail too: the one that died is the cause."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call(Generic[Result]):
+    """A remote call in flight. `what` names it in messages; `ref` may be an argument of other calls."""
+
+    what: str
+    ref: Any
+
+    async def value(self, timeout_seconds: float | None = None) -> Result:
+        """Return the call's result. Cancelling the wait cancels the call if its worker is async.
+
+        Raises:
+            WorkerLostError: if the worker died.
+            DeadlineError: if the call takes too long.
+            TreadleError: the worker's own; any other exception of a worker becomes one with its last line.
+        """
+        import ray
+        from ray.exceptions import RayActorError, RayError, RayTaskError
+
+        future = asyncio.wrap_future(self.ref.future())
+        try:
+            done, _ = await asyncio.wait((future,), timeout=timeout_seconds)
+        except asyncio.CancelledError:
+            ray.cancel(self.ref)
+            future.cancel()
+            raise
+        if not done:
+            future.cancel()
+            raise DeadlineError(f"waited {timeout_seconds:g} s for {self.what}")
+        try:
+            result: Result = future.result()
+            return result
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, TreadleError):
+                raise cause from None
+            if isinstance(cause, asyncio.CancelledError):
+                raise TreadleError(f"{self.what} was cancelled") from error
+            raise TreadleError(f"{self.what} failed: {_last_line(error)}") from error
+        except RayActorError as error:
+            if "creation task" in str(error):  # it refused to start: a restart would end the same way
+                raise TreadleError(f"{self.what}: its worker did not start: {_last_line(error)}") from error
+            raise WorkerLostError(f"{self.what}: its worker died ({_cause_of_death(error)})") from error
+        except RayError as error:
+            raise WorkerLostError(f"{self.what}: {_last_line(error)}") from error
+
+    async def in_time(self, seconds: float) -> Result:
+        """Return the call's result; a worker that is late is lost too, and raises `WorkerLostError`."""
+        return (await all_in_time([self], seconds))[0]
+
+
+async def all_in_time(calls: Sequence[Call[Result]], seconds: float) -> list[Result]:
+    """Return the results of calls that run side by side.
+
+    A worker that dies or is late raises `WorkerLostError`: the run can be resumed. Of several errors the first one that
+    names a dead worker is raised, or else the first.
+    """
+    tasks = [asyncio.create_task(call.value(seconds)) for call in calls]
+    try:
+        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting:
+            await asyncio.wait(waiting, timeout=_LOSS_SECONDS)
+        errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
+        if not errors:
+            return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    error = next((e for e in errors if isinstance(e, WorkerLostError)), errors[0])
+    if isinstance(error, RankError | DeadlineError):
+        raise WorkerLostError(str(error)) from error
+    raise error
+
+
+def _cause_of_death(error: Exception) -> str:
+    """Return what Ray knows of a worker's end, in one short line."""
+    text = str(error)
+    pid = re.search(r"pid: (\d+)", text)
+    exit_detail = re.search(r"Worker exit detail: (.*?)(?:Some common causes|$)", text, re.DOTALL)
+    said = " ".join((exit_detail[1] if exit_detail else text.splitlines()[0]).split())[:200]
+    return f"pid {pid[1]}: {said}" if pid else said
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip()[:400] if lines else type(error).__name__
 
 
 Actor = TypeVar("Actor", bound=WorkerActor)
@@ -160,7 +244,7 @@ async def while_alive(
     try:
         await asyncio.wait((own, *checks), return_when=asyncio.FIRST_COMPLETED)
         if not own.done():  # a call in flight says better what failed
-            await asyncio.wait((own,), timeout=LOSS_SECONDS)
+            await asyncio.wait((own,), timeout=_LOSS_SECONDS)
         if own.done():
             return own.result()
         raise next(error for check in checks if check.done() and (error := check.exception()) is not None)

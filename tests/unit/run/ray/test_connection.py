@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from treadle.run.ray.connection import MAX_FOLDER_BYTES, keep_token_private, private_sessions, reach
-from treadle.run.ray.rank_workers import RankActor
+from treadle.run.ray.train_workers import RankActor
 
 
 @pytest.mark.parametrize("depth", [0, 3])

@@ -1,4 +1,4 @@
-"""Tokenizers with more ids than the model has embeddings, and embeddings that belong to no token."""
+"""What models must have to be trained together: architectures, tokens, embeddings, context."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch
 
 from treadle.chat import load_codec
 from treadle.config import load_config
-from treadle.errors import ModelError
+from treadle.errors import ConfigError, ModelError
+from treadle.models.load import load_config as load_model_config
 from treadle.models.load import load_model
 from treadle.rollout.engines.torch_engine.engine import TorchEngine
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
+from treadle.run.model_files import find_model_files, longest_prompt, padding_note
 from treadle.run.plan import plan_run
-from treadle.run.vocabulary import check_vocabulary, padding_note
 from treadle.training.batch import batch_of
 from treadle.training.trainer import Trainer
 from treadle.types import NO_VERSION, Sample, SamplingParams
@@ -61,7 +62,8 @@ def wide_tokenizer(tiny_model_dir: Path, tmp_path: Path) -> Path:
 
 def settings(folder: Path, *argv: str):
     data = ["--prompt-data", "reasoning_gym:chain_sum?size=4", "--input-key", "question", "--label-key", "answer"]
-    return load_config(None, ["--hf-checkpoint", str(folder), "--num-rollout", "1", "--rm-type", "math", *data, *argv])
+    data += ["--num-rollout", "1", "--rm-type", "math"]
+    return load_config(None, ["--hf-checkpoint", str(folder), "--rollout-max-response-len", "8", *data, *argv])
 
 
 def test_what_the_tokenizer_knows(padded: Path) -> None:
@@ -79,10 +81,10 @@ def test_a_tokenizer_that_is_larger_than_the_embeddings_is_refused_with_the_numb
     rows = codec.largest_id[0] - 1
     said = rf"--hf-checkpoint .* for {rows} ids, 0 to {rows - 1}, but .* up to id {rows + 1} \('<two>'\)"
     with pytest.raises(ModelError, match=said):
-        check_vocabulary(settings(wide_tokenizer), codec, str(wide_tokenizer))
+        find_model_files(settings(wide_tokenizer))
     with pytest.raises(ModelError, match=said):
         plan_run(settings(wide_tokenizer))
-    check_vocabulary(settings(tiny_model_dir), load_codec(str(tiny_model_dir)), str(tiny_model_dir))
+    find_model_files(settings(tiny_model_dir))
 
 
 @pytest.mark.parametrize(
@@ -95,16 +97,55 @@ def test_so_is_another_model_that_is_smaller_than_the_tokenizer(
     argv = [flag, str(tiny_model_dir), *used_with.split()]
     with pytest.raises(ModelError, match=rf"{flag} .* but the tokenizer of .* has tokens up to id {HOLE + 1}"):
         plan_run(settings(padded, *argv))
-    check_vocabulary(settings(padded, flag, str(tiny_model_dir)), load_codec(str(padded)), str(padded))  # unused
+    find_model_files(settings(padded, flag, str(tiny_model_dir)))  # unused
 
 
 def test_padding_is_told_once_and_is_no_fault(padded: Path, tiny_model_dir: Path) -> None:
     whole = settings(tiny_model_dir)
-    assert padding_note(whole, load_codec(str(tiny_model_dir)), str(tiny_model_dir)) is None
-    note = padding_note(settings(padded), load_codec(str(padded)), str(padded))
+    assert padding_note(whole, find_model_files(whole)) is None
+    note = padding_note(settings(padded), find_model_files(settings(padded)))
     assert note is not None
     assert note.startswith("59 of the model's 160 embeddings belong to no token")
     assert note.endswith("these ids are never sampled")
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({"rollout_max_response_len": 200}, 256 - 200),
+        ({"rollout_max_response_len": 200, "eval_max_response_len": 100}, 56),
+        ({"rollout_max_response_len": 100, "eval_max_response_len": 200}, 56),
+        ({"rollout_max_response_len": 200, "rollout_max_prompt_len": 10}, 10),
+        ({"rollout_max_response_len": 200, "rollout_max_prompt_len": 56}, 56),
+        ({"rollout_max_response_len": 255}, 1),
+    ],
+)
+def test_the_longest_prompt_leaves_room_for_the_longest_response(make_config, tiny_model_dir, fields, want):
+    assert longest_prompt(make_config(**fields), load_model_config(str(tiny_model_dir))) == want
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers"),
+    [
+        ({"rollout_max_response_len": 256}, "1 prompt and 256 response tokens do not fit the model's context of 256"),
+        ({"rollout_max_response_len": 200, "rollout_max_prompt_len": 57}, "57 prompt and 200 response tokens"),
+        ({"rollout_max_response_len": 10, "eval_max_response_len": 300}, "1 prompt and 300 response tokens"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_refused_with_its_numbers(make_config, tiny_model_dir, fields, numbers):
+    with pytest.raises(ConfigError, match=numbers):
+        longest_prompt(make_config(**fields), load_model_config(str(tiny_model_dir)))
+
+
+def test_models_are_checked_if_the_run_loads_them(make_config, tiny_model_dir) -> None:
+    named = {"hf_checkpoint": str(tiny_model_dir), "ref_load": "/nowhere/ref", "critic_load": "/nowhere/critic"}
+    named["rollout_max_response_len"] = 8
+    find_model_files(make_config(**named))
+    find_model_files(make_config(**named, use_kl_loss=True, debug_rollout_only=True))
+    for fields, missing in (({"use_kl_loss": True}, "ref"), ({"advantage_estimator": "ppo"}, "critic")):
+        for fetch_missing in (True, False):
+            with pytest.raises(ModelError, match=f"no model at '/nowhere/{missing}'"):
+                find_model_files(make_config(**named, **fields), fetch_missing=fetch_missing)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
