@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ModelError
-from treadle.models.attention import ATTENTION_NAME, PackedAttention, register_attention
-from treadle.models.context import context_length
+from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.cpu import fuse
-from treadle.models.forward import head_of, hidden_states
+from treadle.models.forward import packed_logits
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.miniature import VOCABULARY, miniature, miniature_model
+from treadle.models.model_config import context_length
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -86,8 +86,7 @@ def _check(config: PretrainedConfig, *, fused: bool) -> Probe:
         tokens = torch.arange(1, layout.num_tokens + 1) * 7919 % (VOCABULARY - 4) + 3
         logits, reference = _own_pass(probe, layout, tokens)
     with _refusals(name, "they can't run on a packed row"):
-        hidden = hidden_states(probe.ours, tokens, layout.position_ids, PackedAttention(layout))
-        ours = head_of(probe.ours).logits(hidden).float()
+        ours = packed_logits(probe.ours, tokens, layout)
         gap = token_gap(ours, logits)
         if not gap <= TOLERANCE:
             raise ModelError(
@@ -151,41 +150,31 @@ def _toward(like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(2))
 
 
-def _own_pass(probe: Probe, layout: PackedLayout, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+def _own_pass(probe: Probe, layout: PackedLayout, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the logits [N, V] that each sequence has by itself, and the gradients of a loss over them."""
-    sequences: list[tuple[Tensor, int]] = []
-    for start, family in zip(layout.starts, layout.families, strict=True):
-        prefix, at, seen = torch.arange(start, start + family.prefix), start + family.prefix, 0
-        for length in family.suffixes or (0,):
-            sequences.append((torch.cat([prefix, torch.arange(at, at + length)]), seen))
-            at, seen = at + length, family.prefix
-    found: list[Tensor] = [probe.own_logits(tokens[rows]) for rows, _ in sequences]
-    expected = found[0].new_zeros(layout.num_tokens, found[0].shape[1])
-    toward = _toward(expected)
-    loss = expected.new_zeros(())
-    for (rows, seen), logits in zip(sequences, found, strict=True):
-        expected[rows[seen:]] = logits[seen:].detach()
-        loss = loss + (logits[seen:] * toward[rows[seen:]]).sum()
-    return expected, _gradients(probe.own, loss)
+    logits = torch.cat(
+        [
+            probe.own_logits(torch.cat([tokens[run.prefix], tokens[run.tokens]]))[run.tokens.start - run.tokens.stop :]
+            for run in layout.runs
+            if run.tokens.stop > run.tokens.start
+        ]
+    )
+    return logits.detach(), _gradients(probe.own, (logits * _toward(logits)).sum())
 
 
-def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
+def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradients by name; 0 for a weight that the loss does not depend on."""
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {name: torch.zeros(()) if grad is None else grad for name, grad in zip(names, found, strict=True)}
 
 
-def _check_gradients(probe: Probe, loss: Tensor, reference: dict[str, Tensor | None]) -> None:
+def _check_gradients(probe: Probe, loss: Tensor, reference: dict[str, Tensor]) -> None:
     found = _gradients(probe.ours, loss)
-
-    def is_zero(grad: Tensor | None) -> bool:
-        return grad is None or not bool(grad.any())
-
-    lost = [name for name, own in reference.items() if is_zero(found[name]) and not is_zero(own)]
-    if lost:
-        raise ModelError(f"on a packed row the weight {lost[0]!r} gets no gradient")
-    largest = max(float(grad.abs().max()) for grad in reference.values() if grad is not None)
     for name, own in reference.items():
-        ours, expected = found[name], torch.zeros(()) if own is None else own
-        gap = (torch.zeros_like(expected) if ours is None else ours) - expected
-        if not float(gap.abs().max()) <= TOLERANCE * max(float(expected.abs().max()), 1e-3 * largest):
+        if bool(own.any()) and not bool(found[name].any()):
+            raise ModelError(f"on a packed row the weight {name!r} gets no gradient")
+    largest = max(float(own.abs().max()) for own in reference.values())
+    for name, own in reference.items():
+        if not float((found[name] - own).abs().max()) <= TOLERANCE * max(float(own.abs().max()), 1e-3 * largest):
             raise ModelError(f"on a packed row the weight {name!r} gets another gradient than in the model's own pass")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from treadle.errors import ModelError
 from treadle.models.attention import AttentionPlan
 from treadle.models.forward import embeddings_of, hidden_states
+from treadle.models.load import check_finite
 from treadle.models.trainable import FULL
-from treadle.models.weight_checks import check_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.data import PromptSource
 from treadle.errors import FailedSamplesError
 from treadle.metrics import Metric
-from treadle.models.context import context_length
+from treadle.models.model_config import context_length
 from treadle.models.trainable import FULL
 from treadle.rollout.engines.base import Engine
 from treadle.run import build

@@ -18,8 +18,8 @@ from treadle.chat import Codec
 from treadle.config import Config
 from treadle.config.rollout_section import EngineValue
 from treadle.errors import ConfigError, EngineError
-from treadle.models.context import context_length, context_note
-from treadle.models.load import compute_dtype, load_config, name_of, pick_device
+from treadle.models.load import compute_dtype, name_of, pick_device
+from treadle.models.model_config import context_length, context_note, load_config
 from treadle.models.trainable import FULL
 from treadle.rollout.engines.pool import EnginePool, PoolLimits
 from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings

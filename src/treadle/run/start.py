@@ -10,8 +10,8 @@ from pathlib import Path
 
 from treadle.config import Config, check_config
 from treadle.errors import ConfigError
-from treadle.models.export import export_model
-from treadle.models.load import is_model_folder
+from treadle.models.model_config import is_model_folder
+from treadle.models.saving import export_model
 from treadle.observe.progress import Progress
 from treadle.run.local import evaluate_locally, train_locally
 from treadle.run.memory import check_samples_fit, machine_memory

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from treadle.config import BatchArithmetic, Config
 from treadle.errors import ModelError, first_line
 from treadle.metrics import Metric, metric
-from treadle.models.forward import embeddings_of
-from treadle.models.load import save_model, write_model_config
+from treadle.models.forward import embeddings_of, recompute_layers
 from treadle.models.offload import HostCopies
-from treadle.models.recompute import recompute_layers
+from treadle.models.saving import save_model, write_model_config
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
 from treadle.training.critic import FOLDER as CRITIC_FOLDER

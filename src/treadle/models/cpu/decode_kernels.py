@@ -20,8 +20,8 @@ from torch import Tensor
 
 from treadle.models.attention import LayerAttention, Pair
 from treadle.models.cpu.known_layer import KnownLayer
-from treadle.models.cpu.library import load
-from treadle.models.load import kv_heads_of
+from treadle.models.cpu.library import addresses, load, structure
+from treadle.models.model_config import kv_heads_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,16 +31,8 @@ CHUNK = 32
 """Sizes are multiples of it."""
 MOST_ROWS = 8
 """Up to as many rows, reading a layer's weights takes longer than computing with them; `project` and `finish` are for these."""
-FUNCTIONS = {
-    "rms_norm": "pppnnnf",
-    "silu_times": "ppnn",
-    "rotate": "ppppnnn",
-    "project": "pppppn",
-    "finish": "ppppn",
-    "attend": "p",
-    "draw": "ppppppnn>n",
-}
 DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+_Layer, _Decode = structure(SOURCE, "Layer"), structure(SOURCE, "Decode")
 
 
 class CpuKernels:
@@ -88,23 +80,6 @@ class CpuKernels:
         return tokens, logprobs, self.library.draw(*given, rows, vocab)
 
 
-class _Linear(ctypes.Structure):
-    """`Linear` of decode_kernels.cpp."""
-
-    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
-
-
-class _Layer(ctypes.Structure):
-    """`Layer` of decode_kernels.cpp."""
-
-    _fields_ = (
-        *((name, _Linear) for name in ("query", "key", "value", "out", "gate", "up", "down")),
-        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "norm_query", "norm_key")),
-        *((name, ctypes.c_int64) for name in ("size", "heads", "kv_heads", "units")),
-        *((name, ctypes.c_float) for name in ("eps_in", "eps_mlp", "eps_query", "eps_key")),
-    )
-
-
 class LayerKernel:
     """A decoder layer of few rows, but for its attention, on the weights as they lie in its module."""
 
@@ -116,7 +91,7 @@ class LayerKernel:
         norms = layer.norm_in, layer.norm_mlp, layer.norm_query, layer.norm_key
         size, units = layer.down.weight.shape
         self._layer = _Layer(
-            *(_Linear(self._at(part.weight, dtype), self._at(part.bias, dtype)) for part in linears),
+            *((self._at(part.weight, dtype), self._at(part.bias, dtype)) for part in linears),
             *(None if norm is None else self._at(norm.weight, torch.float32) for norm in norms),
             *(size, layer.heads, layer.kv_heads, units),
             *(0.0 if norm is None else norm.variance_epsilon for norm in norms),
@@ -144,27 +119,14 @@ class LayerKernel:
         return self._kept[-1].data_ptr()
 
 
-class _Decode(ctypes.Structure):
-    """`Decode` of decode_kernels.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "row_keys", "row_values")),
-        *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values", "of_prompt", "prompt_totals")),
-        *((name, ctypes.c_void_p) for name in ("out", "places", "slots", "prompt_lengths")),
-        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride", "row_span", "prompt_span")),
-        *((name, ctypes.c_int64) for name in ("rows", "kv_heads", "window")),
-        ("scale", ctypes.c_float),
-    )
-
-
 class DecodeKernel:
     """The attention of one decode step: row i's new token goes to `places[i]`, its prompt is `slots[i]`, of `prompt_lengths[slots[i]]` tokens."""
 
     def __init__(self, kernels: CpuKernels, places: Tensor, slots: Tensor, prompt_lengths: Tensor):
         self._attend = kernels.library.attend
         self._kept = places, slots, prompt_lengths
-        places_at, slots_at, lengths_at = (x.data_ptr() for x in self._kept)
-        self._decode = _Decode(places=places_at, slots=slots_at, prompt_lengths=lengths_at, rows=len(places))
+        given = addresses(places=places, slots=slots, prompt_lengths=prompt_lengths)
+        self._decode = _Decode(**given, rows=len(places))
 
     def attend(
         self, new: tuple[Tensor, Tensor, Tensor], rows: Pair, prompts: Pair, layer: LayerAttention, known: Pair | None
@@ -205,11 +167,6 @@ def cpu_kernels(config: PretrainedConfig, dtype: torch.dtype) -> CpuKernels | No
 @functools.cache
 def load_kernels(dtype: torch.dtype, heads_per_kv_head: int, head_size: int) -> CpuKernels | None:
     """The kernels for a shape of heads, head_size a multiple of 32; compiled where the cache has none."""
-    sizes: dict[str, object] = {
-        "DTYPE": DTYPES[dtype],
-        "HEADS_PER_KV_HEAD": heads_per_kv_head,
-        "HEAD_SIZE": head_size,
-        "ITEM_SIZE": dtype.itemsize,
-    }
-    library = load(SOURCE, FUNCTIONS, sizes)
+    types = {"DTYPE": DTYPES[dtype], "ITEM_SIZE": dtype.itemsize}
+    library = load(SOURCE, {**types, "HEADS_PER_KV_HEAD": heads_per_kv_head, "HEAD_SIZE": head_size})
     return None if library is None else CpuKernels(library, dtype)

@@ -122,48 +122,50 @@ def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos[0, :, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[0, :, None]
 
 
-class FusedMLP(nn.Module):
+class _Fused(nn.Module):
+    """Takes the place of a module and keeps its children under their names; calls it if the input is not a packed row's."""
+
+    def __init__(self, module: Any):
+        super().__init__()
+        for name, child in module.named_children():
+            self.add_module(name, child)
+        self._replaced = (module,)  # in a tuple, so that its parameters are not registered twice
+
+
+class FusedMLP(_Fused):
     """A gated MLP with SiLU and without biases."""
 
-    def __init__(self, mlp: Any):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self._plain = (mlp,)  # in a tuple: its parameters are ours already
-
     def forward(self, x: Tensor) -> Tensor:
-        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        if isinstance(weights[0], DTensor):  # split over neighbours: its layers know how
-            return self._plain[0](x)
+        own: Any = self
+        weights = own.gate_proj.weight, own.up_proj.weight, own.down_proj.weight
+        if isinstance(weights[0], DTensor):  # tensor parallel: the linear layers communicate
+            return self._replaced[0](x)
         return _GatedMLP.apply(x.flatten(0, -2), *weights).view_as(x)
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(_Fused):
     """Attention with rotary positions, of one packed row."""
 
     def __init__(self, attention: Any):
-        super().__init__()
+        super().__init__(attention)
         self.declared, self.head_dim = declared_attention(attention), attention.head_dim
-        self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
-        self.o_proj = attention.o_proj
-        if hasattr(attention, "q_norm"):
-            self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        self._plain = (attention,)
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
+        own: Any = self
         plan = kwargs.get(PLAN_KEY)
-        if plan is None or isinstance(self.q_proj.weight, DTensor):
-            return self._plain[0](hidden_states, position_embeddings=position_embeddings, **kwargs)
-        layers = self.q_proj, self.k_proj, self.v_proj
+        if plan is None or isinstance(own.q_proj.weight, DTensor):
+            return self._replaced[0](hidden_states, position_embeddings=position_embeddings, **kwargs)
+        layers = own.q_proj, own.k_proj, own.v_proj
         biases = [layer.bias for layer in layers if layer.bias is not None]
         weights = [layer.weight for layer in layers]
         qkv = _StackedLinear.apply(hidden_states.squeeze(0), len(layers), *weights, *biases)
-        counts = self.q_proj.out_features // self.head_dim, self.k_proj.out_features // self.head_dim
-        norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else None
+        counts = own.q_proj.out_features // self.head_dim, own.k_proj.out_features // self.head_dim
+        norms = (own.q_norm, own.k_norm) if hasattr(own, "q_norm") else None
         turns = signed_halves(*position_embeddings)
         query, key, value = split_heads(qkv, counts, norms, lambda heads: _Rotation.apply(heads, *turns))
         out = plan.attend(query, key, value, self.declared)
-        bias = () if self.o_proj.bias is None else (self.o_proj.bias,)
-        return _StackedLinear.apply(out.flatten(1), 1, self.o_proj.weight, *bias).unsqueeze(0), None
+        bias = () if own.o_proj.bias is None else (own.o_proj.bias,)
+        return _StackedLinear.apply(out.flatten(1), 1, own.o_proj.weight, *bias).unsqueeze(0), None
 
 
 def fuse_layers(model: Any) -> int:

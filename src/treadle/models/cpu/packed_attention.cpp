@@ -1,4 +1,4 @@
-// Softmax attention of a packed row, forward and backward, in bfloat16. cpu_attention.py compiles and calls it.
+// Softmax attention of a packed row, forward and backward, in bfloat16. packed_attention.py compiles and calls it.
 //
 // What one key/value head sees of a family is a unit: it is computed by one thread, in blocks of 32 rows (queries; the heads of
 // a key lie in rows) and 32 columns (keys). Scores live in cache only, and are made again in the backward pass (Dao et al.
@@ -18,7 +18,7 @@ constexpr i64 PANELS = 16;  // blocks of columns whose scores are computed toget
 constexpr i64 PIECE = 8;    // blocks of rows whose part in the gradients of keys and values is summed at once
 constexpr float LOWEST = -1e30f;
 
-// Mirrored field by field in cpu_attention.py.
+// packed_attention.py reads the fields from here.
 struct Row {
   const bfloat16 *query, *key, *value;  // [N, K Q, E], [N, K, E], [N, K, E], each with a stride from token to token
   bfloat16* out;                        // [N, K Q, E]

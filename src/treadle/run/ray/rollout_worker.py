@@ -12,8 +12,7 @@ from treadle.chat import load_codec
 from treadle.data import PromptSource
 from treadle.errors import EngineLostError
 from treadle.metrics import Metric, metric
-from treadle.models.context import context_length
-from treadle.models.load import load_config
+from treadle.models.model_config import context_length, load_config
 from treadle.rollout.engines.base import EnginePart
 from treadle.rollout.engines.pool import EnginePool
 from treadle.run import build
