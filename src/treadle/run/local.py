@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,7 @@ async def train_locally(session: Session, recipe_name: str, stop: Stop) -> dict[
     seed_everything(config.train.seed)
     progress.phase("loading the model")
     async with AsyncExitStack() as stack:
-        compute = _compute_thread(stack)
+        compute = stack.enter_context(closing(ComputeThread()))
         model = await compute.run(build.load_policy, config, session.policy_path)
         trainer = await _load_trainer(session, model, schedule, teacher, compute)
         await compute.run(restore, session, trainer, source)
@@ -104,7 +104,7 @@ async def evaluate_locally(session: Session, recipe_name: str) -> None:
     config, progress, files, done = session.config, session.progress, session.files, session.start_rollout_id
     progress.phase("loading the model")
     async with AsyncExitStack() as stack:
-        compute = _compute_thread(stack)
+        compute = stack.enter_context(closing(ComputeThread()))
         model = await compute.run(build.load_policy, config, session.weights_path, trainable=False)
         scoring = await build.open_scoring(config, files.codec, files.max_prompt, stack)
         outputs = open_outputs(session, stack)
@@ -118,13 +118,6 @@ async def evaluate_locally(session: Session, recipe_name: str) -> None:
     progress.show_summary(summary)
     if parts.written.eval_fault:
         raise FailedSamplesError(parts.written.eval_fault)
-
-
-def _compute_thread(stack: AsyncExitStack) -> ComputeThread:
-    """Open the thread of the run, which is closed with it."""
-    compute = ComputeThread()
-    stack.callback(compute.close)
-    return compute
 
 
 async def _load_trainer(
