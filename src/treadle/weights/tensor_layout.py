@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,20 +24,19 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Mapping[str, WeightSpec]) -> Layout:
-        offsets, at = {}, 0
-        for name, spec in specs.items():
-            offsets[name] = at
-            at += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
-        return cls(specs, offsets, at)
+        """Return the layout in which each weight starts at a multiple of `ALIGNMENT`, in the order of the names."""
+        return cls._placed(specs, list(specs), ALIGNMENT)
 
     @classmethod
     def dense(cls, specs: Mapping[str, WeightSpec]) -> Layout:
-        """Without gaps, as safetensors wants it: the widest dtypes first, so that each weight is still aligned to its own."""
-        offsets, at = {}, 0
-        for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
-            offsets[name] = at
-            at += specs[name].num_bytes
-        return cls(specs, offsets, at)
+        """Return the layout without gaps, which safetensors needs. The widest dtypes come first, so each is aligned."""
+        return cls._placed(specs, sorted(specs, key=lambda name: -specs[name].dtype.itemsize), 1)
+
+    @classmethod
+    def _placed(cls, specs: Mapping[str, WeightSpec], names: list[str], alignment: int) -> Layout:
+        ends = accumulate((-(-specs[name].num_bytes // alignment) * alignment for name in names), initial=0)
+        *starts, end = ends
+        return cls(specs, dict(zip(names, starts, strict=True)), end)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The weights as views of `flat`, a uint8 tensor of `num_bytes`."""

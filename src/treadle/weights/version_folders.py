@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from treadle.errors import ConfigError, EngineError
 from treadle.storage.folder_lock import FolderLock
-from treadle.storage.manifest import MANIFEST, commit_folder, entries_of, fault_of_file
+from treadle.storage.manifest import MANIFEST, Entries, commit_folder, entries_of, fault_of_file
 
 GIB = 2**30
 
@@ -42,13 +41,8 @@ class Manifest:
 
     version: int
     digest: str
-    files: Mapping[str, Mapping[str, Any]]
-    base: Base | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        base = None if self.base is None else {"version": self.base.version, "digest": self.base.digest}
-        files = {name: dict(entry) for name, entry in self.files.items()}
-        return {"version": self.version, "digest": self.digest, "base": base, "files": files}
+    base: Base | None
+    files: Entries
 
 
 class VersionWriter:
@@ -76,8 +70,8 @@ class VersionWriter:
             self._refuse_without_room(version, num_bytes)
             work.mkdir(mode=0o700)
             digest = write_files(work)
-            manifest = Manifest(version, digest, entries_of(work), base)
-            (work / MANIFEST).write_text(json.dumps(manifest.to_json()))
+            manifest = Manifest(version, digest, base, entries_of(work))
+            (work / MANIFEST).write_text(json.dumps(asdict(manifest)))
             shutil.rmtree(target, ignore_errors=True)  # the same version, sent again
             commit_folder(work, target)
             self._bases[version] = None if base is None else base.version
@@ -145,7 +139,7 @@ def read_manifest(folder: Path, version: int) -> Manifest:
         }
         if not files:
             raise ValueError("it lists no files")
-        found = Manifest(int(data["version"]), str(data["digest"]), files, base)
+        found = Manifest(int(data["version"]), str(data["digest"]), base, files)
     except OSError as error:
         raise EngineError(
             f"version {version} is not in {folder} ({error.strerror}); push it again, or keep more versions"
