@@ -13,6 +13,7 @@ The rendezvous has no password: use it in a network that only the run's own mach
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer
-from treadle.weights.broadcast_sender import BroadcastKind, BroadcastSender, RefusedOffer, one_line
+from treadle.weights.broadcast_sender import BroadcastSender, RefusedOffer, entering
 from treadle.weights.parallel_copy import copy_pairs
 from treadle.weights.rendezvous import join_rendezvous, process_group
 from treadle.weights.served_weights import SentWeights, ServedWeights
@@ -70,17 +71,10 @@ class BroadcastIntake:
 
         A rank that refuses joins too, because the others wait for it. Raises its refusal, or that another rank refused.
         """
-        try:
+        with entering(offer, refusal, self.leave):
             group = self._join(offer.where, device)
             group.agree(offer.version, READY if refusal is None else REFUSED)
             self._entered = group
-        except RefusedOffer as error:
-            raise refusal or error from None
-        except (RuntimeError, OSError) as error:
-            self.leave()
-            raise EngineError(one_line(error)) from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"this offer names no rendezvous ({error!r}): {dict(offer.where)}") from error
 
     def _join(self, where: Mapping[str, Any], device: torch.device) -> _Group:
         if self._ranks is None or self._ranks.rendezvous != where["rendezvous"]:
@@ -208,13 +202,10 @@ def _add(total: int, buffer: Tensor) -> int:
     return (total * 31 + int(found) + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-KIND = BroadcastKind(NAME, lambda store, offer, device: _Ranks(offer.where["rendezvous"], store, device))
-
-
-def open_broadcast(weights: SentWeights, num_receivers: int, **settings: Any) -> BroadcastSender:
-    """Open the trainer's end; `settings` are those of `BroadcastSender`."""
-    return BroadcastSender(KIND, weights, num_receivers, **settings)
-
+open_broadcast = partial(
+    BroadcastSender, NAME, lambda store, offer, device: _Ranks(offer.where["rendezvous"], store, device)
+)
+"""Opens the trainer's end, from the third argument of `BroadcastSender` on."""
 
 TRANSPORT = Transport(
     NAME,

@@ -1,13 +1,13 @@
-"""What every broadcast's sender does: open the rendezvous, count the offers, and leave the group if a step fails.
+"""What all broadcasts share. The sender: open the rendezvous, count the offers, and leave the group if a step fails.
 
-What differs (how the group is made, what a bucket is) is a `BroadcastGroup`, the other half of each broadcast's file.
+What differs (how the group is made, what a bucket is) is a `BroadcastGroup` in each broadcast's own file.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from traceback import clear_frames
 from typing import Any, Protocol
@@ -36,19 +36,17 @@ class BroadcastGroup(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class BroadcastKind:
-    """What differs between broadcasts: the name in offers, and rank 0's part at the rendezvous of an offer."""
-
-    name: str
-    open_group: Callable[[dist.Store, Offer, torch.device], BroadcastGroup]
+OpenGroup = Callable[[dist.Store, Offer, torch.device], BroadcastGroup]
+"""Opens rank 0's part at the rendezvous of an offer."""
 
 
 class BroadcastSender:
     """The trainer's end of a broadcast, rank 0.
 
     Args:
-        kind: which broadcast it is.
+        name: of the transport, in offers.
+        open_group: opens rank 0's part at a rendezvous.
+        weights: what is sent.
         num_receivers: ranks that receive; an engine that is divided among GPUs has one for each.
         host: this machine's address as the engines reach it.
         bucket_bytes: size of a bucket.
@@ -58,7 +56,8 @@ class BroadcastSender:
 
     def __init__(
         self,
-        kind: BroadcastKind,
+        name: str,
+        open_group: OpenGroup,
         weights: SentWeights,
         num_receivers: int,
         *,
@@ -68,7 +67,7 @@ class BroadcastSender:
         timeout_seconds: float = 120.0,
         device: torch.device | None = None,
     ):
-        self._kind, self._weights = kind, weights
+        self._name, self._open_group, self._weights = name, open_group, weights
         self._fixed: dict[str, Any] = {
             "host": host,
             "receivers": num_receivers,
@@ -89,7 +88,7 @@ class BroadcastSender:
             self._store = open_rendezvous(self._fixed["host"], 0, timeout)
             self._where = {**self._fixed, "rendezvous": uuid.uuid4().hex, "port": self._store.port, "number": 0}
         self._where = {**self._where, "number": self._where["number"] + 1}
-        self._offered = Offer(self._kind.name, version, self._weights.specs, self._where)
+        self._offered = Offer(self._name, version, self._weights.specs, self._where)
         return self._offered
 
     def deliver(self) -> None:
@@ -98,7 +97,7 @@ class BroadcastSender:
         assert self._store is not None, "offer first"
         try:
             if self._group is None:
-                self._group = self._kind.open_group(self._store, offer, self._device)
+                self._group = self._open_group(self._store, offer, self._device)
             self._group.send(offer, self._weights)
         except RefusedOffer:
             raise
@@ -113,6 +112,23 @@ class BroadcastSender:
     def close(self) -> None:
         """Leave the group and the rendezvous; the next offer opens new ones."""
         self._group = self._store = None
+
+
+@contextmanager
+def entering(offer: Offer, refusal: EngineError | None, leave: Callable[[], None]) -> Iterator[None]:
+    """Enter a receiver into the rendezvous of an offer inside; every failure is an `EngineError`.
+
+    If another rank refused, this rank's own `refusal` is raised rather than that. If the group broke, `leave` is called.
+    """
+    try:
+        yield
+    except RefusedOffer as error:
+        raise refusal or error from None
+    except (RuntimeError, OSError) as error:
+        leave()
+        raise EngineError(one_line(error)) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"this offer names no rendezvous ({error!r}): {dict(offer.where)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec
-from treadle.weights.broadcast_sender import BroadcastKind, BroadcastSender, RefusedOffer, one_line
+from treadle.weights.broadcast_sender import BroadcastSender, RefusedOffer, entering
 from treadle.weights.parallel_copy import copy_pairs
 from treadle.weights.rendezvous import join_rendezvous, process_group
 from treadle.weights.served_weights import SentWeights, ServedWeights
@@ -81,15 +82,8 @@ class ServerRanks:
 
         A server that refuses must report too, because the others wait for it. Raises its refusal, or that another refused.
         """
-        try:
+        with entering(offer, refusal, self.leave):
             return self._enter(offer, ranks, refusal)
-        except RefusedOffer as error:
-            raise refusal or error from None
-        except (RuntimeError, OSError) as error:
-            self.leave()
-            raise EngineError(one_line(error)) from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"this offer names no rendezvous ({error!r}): {dict(offer.where)}") from error
 
     def _enter(self, offer: Offer, ranks: int, refusal: EngineError | None) -> Joining:
         where, key = offer.where, _key(offer)
@@ -156,12 +150,8 @@ def _store_of_group(store: dist.Store, where: Mapping[str, Any]) -> dist.Store:
     return dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
 
 
-KIND = BroadcastKind(NAME, lambda store, offer, device: _Trainer(store, device))
-
-
-def open_sglang_group(weights: SentWeights, num_receivers: int, **settings: Any) -> BroadcastSender:
-    """Open the trainer's end; `num_receivers` counts the ranks of all servers, `settings` are those of `BroadcastSender`."""
-    return BroadcastSender(KIND, weights, num_receivers, **settings)
+open_sglang_group = partial(BroadcastSender, NAME, lambda store, offer, device: _Trainer(store, device))
+"""Opens the trainer's end, from the third argument of `BroadcastSender` on; `num_receivers` counts all servers' ranks."""
 
 
 def _no_receiver(served: ServedWeights) -> NoReturn:
