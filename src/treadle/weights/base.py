@@ -6,8 +6,8 @@ An `Offer` of plain JSON goes from one end to the other on the channel that the 
     receiver.receive(offer)                every engine, while it is paused between two tokens
     sender.deliver()                       trainer, meanwhile: returns when its part is done
 
-Both ends compare names, shapes and dtypes before the first byte moves. An update is complete, or the engine keeps its old
-weights, or it refuses to serve until a complete one succeeds; it never generates with a mixture.
+Both ends compare names, shapes and dtypes before the first byte moves. An update is complete, or the engine keeps its
+old weights, or it refuses to serve until a complete one succeeds; it never generates with a mixture.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a sender tells every receiver: a version, the names, shapes and dtypes of its weights, and where they are."""
+    """A sender's message to all receivers: version, names, shapes and dtypes of the weights, and where they are."""
 
     transport: str
     version: int

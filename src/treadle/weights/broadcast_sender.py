@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from traceback import clear_frames
 from typing import Any, Protocol
@@ -36,16 +37,19 @@ class BroadcastGroup(Protocol):
         ...
 
 
-OpenGroup = Callable[[dist.Store, Offer, torch.device], BroadcastGroup]
-"""Opens rank 0's part at the rendezvous of an offer."""
+@dataclass(frozen=True)
+class BroadcastKind:
+    """What differs between broadcasts: the name in offers, and how rank 0's part at a rendezvous is opened."""
+
+    name: str
+    open_group: Callable[[dist.Store, Offer, torch.device], BroadcastGroup]
 
 
 class BroadcastSender:
     """The trainer's end of a broadcast, rank 0.
 
     Args:
-        name: of the transport, in offers.
-        open_group: opens rank 0's part at a rendezvous.
+        kind: which broadcast it is.
         weights: what is sent.
         num_receivers: ranks that receive; an engine that is divided among GPUs has one for each.
         host: this machine's address as the engines reach it.
@@ -56,8 +60,7 @@ class BroadcastSender:
 
     def __init__(
         self,
-        name: str,
-        open_group: OpenGroup,
+        kind: BroadcastKind,
         weights: SentWeights,
         num_receivers: int,
         *,
@@ -67,7 +70,7 @@ class BroadcastSender:
         timeout_seconds: float = 120.0,
         device: torch.device | None = None,
     ):
-        self._name, self._open_group, self._weights = name, open_group, weights
+        self._kind, self._weights = kind, weights
         self._fixed: dict[str, Any] = {
             "host": host,
             "receivers": num_receivers,
@@ -88,7 +91,7 @@ class BroadcastSender:
             self._store = open_rendezvous(self._fixed["host"], 0, timeout)
             self._where = {**self._fixed, "rendezvous": uuid.uuid4().hex, "port": self._store.port, "number": 0}
         self._where = {**self._where, "number": self._where["number"] + 1}
-        self._offered = Offer(self._name, version, self._weights.specs, self._where)
+        self._offered = Offer(self._kind.name, version, self._weights.specs, self._where)
         return self._offered
 
     def deliver(self) -> None:
@@ -97,7 +100,7 @@ class BroadcastSender:
         assert self._store is not None, "offer first"
         try:
             if self._group is None:
-                self._group = self._open_group(self._store, offer, self._device)
+                self._group = self._kind.open_group(self._store, offer, self._device)
             self._group.send(offer, self._weights)
         except RefusedOffer:
             raise
@@ -118,7 +121,7 @@ class BroadcastSender:
 def entering(offer: Offer, refusal: EngineError | None, leave: Callable[[], None]) -> Iterator[None]:
     """Enter a receiver into the rendezvous of an offer inside; every failure is an `EngineError`.
 
-    If another rank refused, this rank's own `refusal` is raised rather than that. If the group broke, `leave` is called.
+    If another rank refused, this rank's own `refusal` is raised instead. If the group broke, `leave` is called.
     """
     try:
         yield

@@ -243,7 +243,10 @@ def _reserve(descriptor: int, folder: Path, size: int) -> None:
 
 
 def _header(layout: Layout, version: int, size: int, checksum: str) -> bytes:
-    """Return the header of a slot, padded to `size`. Both ends can write it, so a reader compares and never parses it."""
+    """Return the header of a slot, padded to `size`.
+
+    Both ends can write it, so a reader compares and never parses it.
+    """
     fields: dict[str, Any] = {
         "__metadata__": {"format": "pt", "treadle": "1", "version": str(version), "xxh3": checksum},
         **{

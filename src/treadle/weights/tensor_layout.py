@@ -1,4 +1,4 @@
-"""Named weights as one run of bytes: where each lies, and how the run is cut into buckets."""
+"""The layout of named weights in one byte buffer, and how it is split into buckets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 @dataclass(frozen=True)
 class Layout:
-    """Byte offset of each weight, and the size of all of them with the gaps between."""
+    """Byte offset of each weight, and the size of all of them with their gaps."""
 
     specs: Mapping[str, WeightSpec]
     offsets: Mapping[str, int]
@@ -39,7 +39,7 @@ class Layout:
         return cls(specs, dict(zip(names, starts, strict=True)), end)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The weights as views of `flat`, a uint8 tensor of `num_bytes`."""
+        """Return the weights as views of `flat`, uint8 [num_bytes]."""
         return {
             name: flat[self.offsets[name] :][: spec.num_bytes].view(spec.dtype).view(spec.shape)
             for name, spec in self.specs.items()
@@ -80,11 +80,11 @@ def buckets(specs: Mapping[str, WeightSpec], bucket_bytes: int) -> Iterator[Sequ
 
 
 def bucket_views(pieces: Sequence[Piece], specs: Mapping[str, WeightSpec], buffer: Tensor) -> list[Tensor]:
-    """Flat views of a uint8 buffer, one for each piece, in the layout that both ends use."""
+    """Return a flat view of a uint8 buffer for each piece, in the layout that both ends use."""
     parts = {str(i): WeightSpec((p.stop - p.start,), specs[p.name].dtype) for i, p in enumerate(pieces)}
     return list(Layout.of(parts).views(buffer).values())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor's memory as uint8 [bytes]."""
+    """Return the memory of a contiguous CPU tensor as uint8 [bytes]."""
     return tensor.reshape(-1).view(torch.uint8)
