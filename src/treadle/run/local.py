@@ -27,6 +27,7 @@ from treadle.run.servers import ServerPlace, is_server, open_local_servers
 from treadle.run.session import Session, check_training, finish, is_finished, open_outputs, restore, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.trainer import Trainer
+from treadle.training.trainer_files import try_writing
 from treadle.types import Group
 from treadle.weights import SentWeights
 from treadle.weights.in_process import publish_in_process
@@ -127,7 +128,7 @@ async def _load_trainer(
     if config.debug.debug_rollout_only:
         return None
     trainer = await compute.run(build.build_trainer, config, model, schedule.num_rollout, warn, teacher)
-    await compute.run(trainer.try_writing, session.files.codec.save)
+    await compute.run(try_writing, trainer, session.files.codec.save)
     return trainer
 
 

@@ -21,7 +21,8 @@ from treadle.errors import ConfigError, EngineError
 from treadle.models.load import compute_dtype, name_of, pick_device
 from treadle.models.model_config import context_length, context_note, load_config
 from treadle.models.trainable import FULL
-from treadle.rollout.engines.pool import EnginePool, PoolLimits
+from treadle.rollout.engines.pool import EnginePool
+from treadle.rollout.engines.restarts import PoolLimits
 from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings
 from treadle.rollout.engines.server_kind import ServerKind, ServerLaunch
 from treadle.weights import (
