@@ -29,7 +29,7 @@ IMPORTS = (
     "treadle.run.plan",
     "treadle.observe.curve",
     "treadle.cli",
-    "treadle.models.export",
+    "treadle.models.saving",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "accelerate",

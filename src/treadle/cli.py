@@ -243,9 +243,10 @@ def _model(words: list[str]) -> None:
 
         print(fetch_model(given.name, given.out))
     elif given.command == "info":
-        from treadle.models.export import model_info
+        from treadle.models.bundled import resolve
+        from treadle.models.saving import model_info
 
-        _show(model_info(given.path))
+        _show(model_info(resolve(given.path)))
     else:
         from treadle.run.start import export
 

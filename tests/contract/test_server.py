@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch.multiprocessing.reductions import reduce_tensor
 
 from treadle.errors import EngineError, EngineLostError
-from treadle.rollout.engines.pool import EnginePool, PoolLimits
+from treadle.rollout.engines.pool import EnginePool
+from treadle.rollout.engines.restarts import PoolLimits
 from treadle.rollout.engines.server_client import Call
 from treadle.rollout.engines.server_engine import ServerEngine
 from treadle.rollout.engines.sglang_engine import updates as sglang_updates
@@ -479,7 +480,7 @@ def test_the_life_of_a_server(server_kind, settings_of, launch_server, make_wide
         sender.close()
 
     async def pool_hangs(pool):
-        (slot,) = pool._slots
+        (slot,) = pool._slots.slots
         engine = slot.engine
         group = engine.process.process.pid
         quick = ServerEngine(

@@ -10,7 +10,7 @@ from treadle import hub
 from treadle.chat import load_codec
 from treadle.data.arrow_reader import read_hub
 from treadle.errors import DataError, ModelError
-from treadle.models.load import load_config
+from treadle.models.model_config import load_config
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 The check runs a miniature of the model (miniature.py): a random model of the same config class with its features, small
 enough to build and run in a fraction of a second. Windows, chunks and switches of rotary factors lie within a few tokens,
-so one packed row is past all of them, which the real model would reach after thousands of tokens only. Short
-sequences lie beside long ones and share prefixes, and the packed forward and backward pass are compared with
-transformers' own, of each sequence alone. What is inexact is refused, whatever the cause: a window or a bias that
-is in the attention mask only, tokens mixed outside of attention, positions that depend on the row, a lost gradient.
+so one packed row exceeds all of them; the real model would need thousands of tokens. Short sequences lie beside long
+ones and share prefixes, and the packed forward and backward pass are compared with transformers' own, of each sequence
+alone. An inexact architecture is refused, whatever the cause: a window or a bias that is in the attention mask only,
+tokens mixed outside of attention, positions that depend on the row, a lost gradient.
 
-`treadle plan` comes to the same verdict as loading. With the weights loaded, `check_forward` compares once more.
+`treadle plan` runs the same check as loading. With the weights loaded, `check_forward` compares once more.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ModelError
-from treadle.models.attention import ATTENTION_NAME, PackedAttention, register_attention
-from treadle.models.context import context_length
+from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.cpu import fuse
-from treadle.models.forward import head_of, hidden_states
+from treadle.models.forward import packed_logits
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.miniature import VOCABULARY, miniature, miniature_model
+from treadle.models.model_config import context_length
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -50,7 +50,7 @@ class Probe:
         return type(self.ours).__name__
 
     def freezes(self, name: str) -> bool:
-        """True if the architecture does not train the weight `name` of a model of any size."""
+        """Return True if the architecture does not train the weight `name`, in a model of any size."""
         return _kind_of(name) in {_kind_of(own) for own, p in self.own.named_parameters() if not p.requires_grad}
 
     def own_logits(self, tokens: Tensor) -> Tensor:
@@ -86,8 +86,7 @@ def _check(config: PretrainedConfig, *, fused: bool) -> Probe:
         tokens = torch.arange(1, layout.num_tokens + 1) * 7919 % (VOCABULARY - 4) + 3
         logits, reference = _own_pass(probe, layout, tokens)
     with _refusals(name, "they can't run on a packed row"):
-        hidden = hidden_states(probe.ours, tokens, layout.position_ids, PackedAttention(layout))
-        ours = head_of(probe.ours).logits(hidden).float()
+        ours = packed_logits(probe.ours, tokens, layout)
         gap = token_gap(ours, logits)
         if not gap <= TOLERANCE:
             raise ModelError(
@@ -106,7 +105,7 @@ def token_gap(ours: Tensor, own: Tensor) -> float:
 
 @contextlib.contextmanager
 def _refusals(name: str, what: str) -> Iterator[None]:
-    """Say of everything that goes wrong which architecture it is, in one line; `what` is why, unless it is known."""
+    """Turn every error into a `ModelError` of one line that names the architecture; `what` is the default reason."""
     try:
         yield
     except ModelError as error:
@@ -132,7 +131,7 @@ def _probe(config: PretrainedConfig, *, fused: bool) -> Probe:
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Set every dropout to 0: the modules, and the rates that layers hand to a dropout function or skip a layer by."""
+    """Set every dropout to 0: that of modules, and rates that layers pass to a dropout function or skip a layer by."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -142,7 +141,7 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def _layout(longest: int) -> PackedLayout:
-    """A long sequence that shares its prefix with a short one, and two short ones beside it."""
+    """Return a long sequence that shares its prefix with a short one, and two short ones beside it."""
     half = longest // 2
     return PackedLayout((Family(half, (3, longest - half)), Family(0, (6,)), Family(9, ())))
 
@@ -151,41 +150,31 @@ def _toward(like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(2))
 
 
-def _own_pass(probe: Probe, layout: PackedLayout, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+def _own_pass(probe: Probe, layout: PackedLayout, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the logits [N, V] that each sequence has by itself, and the gradients of a loss over them."""
-    sequences: list[tuple[Tensor, int]] = []
-    for start, family in zip(layout.starts, layout.families, strict=True):
-        prefix, at, seen = torch.arange(start, start + family.prefix), start + family.prefix, 0
-        for length in family.suffixes or (0,):
-            sequences.append((torch.cat([prefix, torch.arange(at, at + length)]), seen))
-            at, seen = at + length, family.prefix
-    found: list[Tensor] = [probe.own_logits(tokens[rows]) for rows, _ in sequences]
-    expected = found[0].new_zeros(layout.num_tokens, found[0].shape[1])
-    toward = _toward(expected)
-    loss = expected.new_zeros(())
-    for (rows, seen), logits in zip(sequences, found, strict=True):
-        expected[rows[seen:]] = logits[seen:].detach()
-        loss = loss + (logits[seen:] * toward[rows[seen:]]).sum()
-    return expected, _gradients(probe.own, loss)
+    logits = torch.cat(
+        [
+            probe.own_logits(torch.cat([tokens[run.prefix], tokens[run.tokens]]))[run.tokens.start - run.tokens.stop :]
+            for run in layout.runs
+            if run.tokens.stop > run.tokens.start
+        ]
+    )
+    return logits.detach(), _gradients(probe.own, (logits * _toward(logits)).sum())
 
 
-def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
+def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradients by name; 0 for a weight that the loss does not depend on."""
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {name: torch.zeros(()) if grad is None else grad for name, grad in zip(names, found, strict=True)}
 
 
-def _check_gradients(probe: Probe, loss: Tensor, reference: dict[str, Tensor | None]) -> None:
+def _check_gradients(probe: Probe, loss: Tensor, reference: dict[str, Tensor]) -> None:
     found = _gradients(probe.ours, loss)
-
-    def is_zero(grad: Tensor | None) -> bool:
-        return grad is None or not bool(grad.any())
-
-    lost = [name for name, own in reference.items() if is_zero(found[name]) and not is_zero(own)]
-    if lost:
-        raise ModelError(f"on a packed row the weight {lost[0]!r} gets no gradient")
-    largest = max(float(grad.abs().max()) for grad in reference.values() if grad is not None)
     for name, own in reference.items():
-        ours, expected = found[name], torch.zeros(()) if own is None else own
-        gap = (torch.zeros_like(expected) if ours is None else ours) - expected
-        if not float(gap.abs().max()) <= TOLERANCE * max(float(expected.abs().max()), 1e-3 * largest):
+        if bool(own.any()) and not bool(found[name].any()):
+            raise ModelError(f"on a packed row the weight {name!r} gets no gradient")
+    largest = max(float(own.abs().max()) for own in reference.values())
+    for name, own in reference.items():
+        if not float((found[name] - own).abs().max()) <= TOLERANCE * max(float(own.abs().max()), 1e-3 * largest):
             raise ModelError(f"on a packed row the weight {name!r} gets another gradient than in the model's own pass")

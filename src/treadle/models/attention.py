@@ -1,14 +1,14 @@
 """Attention over packed rows, inside any Hugging Face model.
 
-One function of ours is registered with transformers; a model loaded with it hands every layer's queries, keys and
-values to the `AttentionPlan` that came with the call. Training packs sequences (`PackedAttention`), the embedded
-engine reads and writes its own key/value store (`rollout/engines/torch_engine`). No transformers cache and no
-attention mask is involved.
+One function of ours is registered with transformers. A model loaded with it passes every layer's queries, keys and
+values to the `AttentionPlan` that came with the call. Training packs sequences (`PackedAttention`); the embedded
+engine reads and writes its own key/value store (`rollout/engines/torch_engine`). Neither transformers' cache nor an
+attention mask is used.
 
-`PackedAttention` has three ways to compute the same thing: on CPUs that multiply bfloat16 one compiled call looks at the
-row as it lies (cpu_attention.py); `batched` lays sequences of similar length side by side and uses a few large matmuls
-(fast for short sequences, on CPU above all); `sdpa` calls torch's fused attention once per sequence. Memory is linear in
-length. Tests hold one against the other.
+`PackedAttention` has three implementations. On CPUs that multiply bfloat16 one compiled call reads the row as it lies
+(cpu/packed_attention.py). `batched` lays sequences of similar length side by side and uses a few large matmuls
+(cpu/block_attention.py), which is fast for short sequences on a CPU. `sdpa` calls torch's fused attention once per
+sequence. Memory is linear in length. Tests compare all three.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Pair = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What a layer says about its attention besides queries, keys and values."""
+    """What a layer declares about its attention besides queries, keys and values."""
 
     scaling: float
     sliding_window: int | None = None
@@ -48,7 +48,7 @@ class AttentionPlan(Protocol):
     """How the tokens of one forward pass attend."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-        """query [N, H, D], key and value [N, K, D] with H a multiple of K → [N, H, D]."""
+        """Attend from query [N, H, D] to key and value [N, K, D], H a multiple of K; return [N, H, D]."""
         ...
 
 
@@ -79,31 +79,32 @@ def treadle_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers: query [1, H, N, D] → output [1, N, H, D].
+    """Attend as the plan among the keyword arguments says; the function that is registered with transformers.
 
-    Dropout is ignored: the policy that is trained must be the one that generates.
+    Dropout is ignored, because the policy that is trained must be the one that generates.
+
+    Args:
+        query: [1, H, N, D].
+        key: [1, K, N, D], and `value` alike.
+    Returns:
+        [1, N, H, D], and None for the attention weights.
     """
-    plan = kwargs.get(PLAN_KEY)
+    plan, name = kwargs.get(PLAN_KEY), type(module).__name__
     if plan is None:
         raise ModelError(
-            f"{type(module).__name__} did not pass Treadle's attention plan on; this architecture can't be trained by Treadle yet"
+            f"{name} did not pass Treadle's attention plan on; this architecture can't be trained by Treadle yet"
         )
     if kwargs.get("s_aux") is not None:
-        raise ModelError(f"{type(module).__name__} uses attention sinks, which Treadle does not know yet")
-    layer = LayerAttention(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-    )
-    out = plan.attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), layer)
-    return out.unsqueeze(0), None
+        raise ModelError(f"{name} uses attention sinks, which Treadle does not know yet")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = LayerAttention(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"))
+    return plan.attend(*(x[0].transpose(0, 1) for x in (query, key, value)), layer).unsqueeze(0), None
 
 
 def register_attention() -> str:
-    """Make transformers know our attention function; returns the name to load models with."""
+    """Register Treadle's attention function with transformers; return the name to load models with."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, treadle_attention)
@@ -111,15 +112,14 @@ def register_attention() -> str:
 
 
 class PackedAttention:
-    """The plan of a packed row: each suffix sees its prefix and itself, causally."""
+    """The plan of a packed row: each suffix attends to its prefix and to itself, causally."""
 
     def __init__(self, layout: PackedLayout, backend: Backend = "auto"):
-        self.layout = layout
-        self.backend = backend
+        self.layout, self.backend = layout, backend
         self._grids: dict[tuple[int, int, int | None, torch.dtype], Grid] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-        if key.shape[2] != value.shape[2]:  # zeros change neither scores nor sums; what computes has one head size
+        if key.shape[2] != value.shape[2]:  # zeros change neither scores nor sums, and kernels have one head size
             size = max(key.shape[2], value.shape[2])
             wide = self.attend(widened(query, size), widened(key, size), widened(value, size), layer)
             return wide[..., : value.shape[2]]
@@ -127,41 +127,30 @@ class PackedAttention:
             out = self._row.attend(query, key, value, layer.scaling, layer.sliding_window)
             if out is not None:
                 return out
-        if self._choose() == "batched":
-            grid = self._grid(query.shape[1], key.shape[1], layer.sliding_window, query.dtype)
-            return BlockAttention.apply(query, key, value, grid, layer.scaling, layer.softcap)
-        return self._per_sequence(query, key, value, layer)
+        if not self._is_batched:
+            return self._per_sequence(query, key, value, layer)
+        options = query.shape[1], key.shape[1], layer.sliding_window, query.dtype
+        if options not in self._grids:
+            self._grids[options] = grid_of(self.layout, *options)
+        return BlockAttention.apply(query, key, value, self._grids[options], layer.scaling, layer.softcap)
 
     @cached_property
     def _row(self) -> RowAttention:
         return RowAttention(self.layout)
 
-    def _choose(self) -> str:
-        if self.backend != "auto":
-            return self.backend
+    @cached_property
+    def _is_batched(self) -> bool:
         families, most, prefix, suffix = self.layout.shape
         fits = families * (prefix + most * suffix) <= MAX_PADDING * self.layout.num_tokens
-        return "batched" if fits and self.layout.device.type == "cpu" else "sdpa"
-
-    def _grid(self, heads: int, kv_heads: int, window: int | None, dtype: torch.dtype) -> Grid:
-        key = (heads, kv_heads, window, dtype)
-        if key not in self._grids:
-            self._grids[key] = grid_of(self.layout, heads, kv_heads, window, dtype)
-        return self._grids[key]
+        return self.backend == "batched" or (self.backend == "auto" and fits and self.layout.device.type == "cpu")
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-        spans = [
-            (slice(0, 0), slice(start, start + family.prefix))
-            for start, family in zip(self.layout.starts, self.layout.families, strict=True)
-            if family.prefix
-        ]
-        spans += [span for span in self.layout.sequences if span[1].stop > span[1].start]
-        spans.sort(key=lambda span: span[1].start)
         outs = []
-        for before, own in spans:
-            keys = torch.cat([key[before], key[own]]) if before.stop > before.start else key[own]
-            values = torch.cat([value[before], value[own]]) if before.stop > before.start else value[own]
-            outs.append(causal_attention(query[own], keys, values, layer))
+        for _, _, before, own in self.layout.runs:
+            if own.stop > own.start:
+                has_prefix = before.stop > before.start
+                keys, values = (torch.cat([x[before], x[own]]) if has_prefix else x[own] for x in (key, value))
+                outs.append(causal_attention(query[own], keys, values, layer))
         return torch.cat(outs) if outs else query
 
 
@@ -171,27 +160,26 @@ def widened(x: Tensor, size: int) -> Tensor:
 
 
 def capped_scores(scores: Tensor, softcap: float | None) -> Tensor:
-    """`softcap · tanh(scores / softcap)`, or the scores where there is no cap."""
+    """Return `softcap · tanh(scores / softcap)`, or the scores if there is no cap."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-    """Attention of the last `T` tokens of one sequence: query [T, H, D], key and value [L, K, D], L ≥ T → [T, H, D]."""
-    new, total = query.shape[0], key.shape[0]
+    """Attend from the last `T` tokens of one sequence: query [T, H, D], key and value [L, K, D], L ≥ T → [T, H, D]."""
+    new, total, window = query.shape[0], key.shape[0], layer.sliding_window
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    plain = new == total and layer.softcap is None and (layer.sliding_window is None or layer.sliding_window >= total)
-    if plain:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
-        return out[0].transpose(0, 1)
-    rows = torch.arange(total - new, total, device=query.device)[:, None]
-    columns = torch.arange(total, device=query.device)[None, :]
-    visible = columns <= rows
-    if layer.sliding_window is not None:
-        visible = visible & (rows - columns < layer.sliding_window)
-    if layer.softcap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layer.scaling, enable_gqa=True)
-        return out[0].transpose(0, 1)
-    repeat = query.shape[1] // key.shape[1]
-    scores = capped_scores(q @ k.repeat_interleave(repeat, 1).transpose(2, 3) * layer.scaling, layer.softcap)
-    probs = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
-    return (probs @ v.repeat_interleave(repeat, 1))[0].transpose(0, 1)
+    mask = None
+    if new != total or layer.softcap is not None or (window is not None and window < total):
+        rows = torch.arange(total - new, total, device=query.device)[:, None]
+        columns = torch.arange(total, device=query.device)[None, :]
+        mask = columns <= rows if window is None else (columns <= rows) & (rows - columns < window)
+    if mask is None or layer.softcap is None:
+        causal = mask is None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scaling, enable_gqa=True
+        )
+    else:
+        k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (k, v))
+        scores = capped_scores(q @ k.transpose(2, 3) * layer.scaling, layer.softcap)
+        out = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1) @ v
+    return out[0].transpose(0, 1)

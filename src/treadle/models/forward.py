@@ -6,17 +6,20 @@ last token only.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from treadle.errors import ModelError
 from treadle.models.attention import PLAN_KEY, AttentionPlan, LayerRecorder, PackedAttention, RecordedCall
-from treadle.models.context import check_length
 from treadle.models.layout import Family, PackedLayout
+from treadle.models.model_config import check_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,29 +35,25 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, D] → logits [N, V], in the dtype of the weight."""
+        """Return the logits [N, V] of hidden states [N, D], in the dtype of the weight."""
         return self.finish(F.linear(hidden, self.weight, self.bias))
 
     def finish(self, out: Tensor) -> Tensor:
-        """What comes after the matmul and the bias: scale and soft cap."""
+        """Apply scale and soft cap, which follow the matmul and the bias."""
         if self.scale != 1.0:
             out = out * self.scale
         return out if self.softcap is None else torch.tanh(out / self.softcap) * self.softcap
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    """The output layer of a model, with what its architecture does to the logits afterwards."""
+    """Return the output layer of a model, with what its architecture does to the logits afterwards."""
     layer = model.get_output_embeddings()
     if layer is None:
         raise ModelError(f"{type(model).__name__} has no output embeddings; Treadle trains causal language models")
-    config = model.config.get_text_config()
-    scale = 1.0
-    if hasattr(config, "logits_scaling"):  # Granite divides
-        scale = 1.0 / config.logits_scaling
-    elif hasattr(config, "logit_scale"):  # Cohere multiplies
-        scale = config.logit_scale
-    softcap = config.final_logit_softcapping if hasattr(config, "final_logit_softcapping") else None
-    return Head(layer.weight, layer.bias, scale, softcap)
+    text = model.config.get_text_config()
+    # Granite divides, Cohere multiplies.
+    scale = 1.0 / text.logits_scaling if hasattr(text, "logits_scaling") else getattr(text, "logit_scale", 1.0)
+    return Head(layer.weight, layer.bias, scale, getattr(text, "final_logit_softcapping", None))
 
 
 def body_of(model: PreTrainedModel) -> Any:
@@ -92,21 +91,38 @@ def attention_calls(model: PreTrainedModel) -> list[RecordedCall]:
     return recorder.calls
 
 
-def check_forward(model: PreTrainedModel, tolerance: float) -> None:
-    """Compare our packed forward with the model's own on two short sequences that share a prefix.
+def mean_gap(ours: Tensor, own: Tensor) -> float:
+    """Return the mean distance of logits [N, V], in standard deviations of a logit; NaN if any is NaN."""
+    return float((ours - own).abs().mean() / own.std().clamp_min(1e-12))
 
-    Raises `ModelError` where they differ by more than `tolerance` (mean absolute difference of a logit, in standard
-    deviations of the logits), or ours does not run: the architecture mixes tokens or scales logits in a way Treadle
-    does not know, and would be trained wrongly.
+
+def packed_logits(model: PreTrainedModel, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+    """Return the logits of a packed row, float32 [N, V]."""
+    return head_of(model).logits(hidden_states(model, token_ids, layout.position_ids, PackedAttention(layout))).float()
+
+
+@torch.no_grad()
+def check_forward(model: PreTrainedModel, tolerance: float) -> None:
+    """Compare the packed forward pass with the model's own on two short sequences that share a prefix.
+
+    Raises:
+        ModelError: if a logit differs by more than `tolerance` in the mean, in standard deviations of the logits: the
+            architecture mixes tokens or scales logits in a way Treadle does not know, and would be trained wrongly.
     """
+    weight, own = embeddings_of(model), model.config._attn_implementation
+    tokens = (torch.arange(1, 14, device=weight.device) * 7919) % weight.shape[0]
+    ours = packed_logits(model, tokens, PackedLayout((Family(6, (3, 4)),), weight.device))
     try:
-        gap = _forward_gap(model)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever a model's code does with arguments it does not know
-        raise ModelError(
-            f"{type(model).__name__} can't run on a packed row ({error!r}); this architecture is not supported"
-        ) from error
+        model.set_attn_implementation("eager")
+        first, second = (
+            model(torch.cat([tokens[:6], rest])[None]).logits[0].float() for rest in (tokens[6:9], tokens[9:])
+        )
+    finally:
+        model.set_attn_implementation(own)
+    theirs = torch.cat([first, second[6:]])
+    if not torch.isfinite(theirs).all():
+        raise ModelError(f"the logits of {type(model).__name__} are not finite: its weights are damaged")
+    gap = mean_gap(ours, theirs)
     if not gap <= tolerance:
         raise ModelError(
             f"{type(model).__name__}: a packed forward differs from the model's own by {gap:.2g} standard deviations; "
@@ -114,23 +130,36 @@ def check_forward(model: PreTrainedModel, tolerance: float) -> None:
         )
 
 
-def _forward_gap(model: PreTrainedModel) -> float:
-    """How far the logits of two short sequences that share a prefix differ, packed and one by one."""
-    vocab = embeddings_of(model).shape[0]
-    device = embeddings_of(model).device
-    tokens = (torch.arange(1, 14, device=device) * 7919) % vocab
-    prefix, one, two = tokens[:6], tokens[6:9], tokens[9:13]
-    layout = PackedLayout((Family(6, (3, 4)),), device)
-    own = model.config._attn_implementation
-    with torch.no_grad():
-        hidden = hidden_states(model, tokens, layout.position_ids, PackedAttention(layout))
-        ours = head_of(model).logits(hidden).float()
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Make the layers of a model recompute their activations in the backward pass (gradient checkpointing), in eval mode.
+
+    transformers' `GradientCheckpointingLayer` recomputes only while its `training` flag is set. `Module.train()` sets that
+    flag for every module, which also turns on whatever else an architecture does at random while it trains: router jitter,
+    sampled experts, dropout. Here the flag is set on the checkpointing layers alone, and it is cleared while a layer runs.
+
+    Raises:
+        ModelError: if the architecture has no layer that can recompute.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no layers that can recompute their activations; remove --gradient-checkpointing"
+        )
+    for layer in layers:
+        layer.gradient_checkpointing = layer.training = True
+        layer._gradient_checkpointing_func = functools.partial(_run_layer, layer)
+
+
+def _run_layer(layer: nn.Module, call: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer in eval mode, and again in the backward pass if there will be one."""
+
+    def in_eval_mode(*args: Any) -> Any:
+        layer.training = False
         try:
-            model.set_attn_implementation("eager")
-            first, second = (model(torch.cat([prefix, rest])[None]).logits[0].float() for rest in (one, two))
+            return call(*args)
         finally:
-            model.set_attn_implementation(own)
-    theirs = torch.cat([first, second[6:]])
-    if not torch.isfinite(theirs).all():
-        raise ModelError(f"the logits of {type(model).__name__} are not finite: its weights are damaged")
-    return ((ours - theirs).abs().mean() / theirs.std().clamp_min(1e-12)).item()
+            layer.training = True
+
+    return checkpoint(in_eval_mode, *args, use_reentrant=False) if torch.is_grad_enabled() else in_eval_mode(*args)

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,25 @@ class Family:
         return self.prefix + sum(self.suffixes)
 
 
+class Run(NamedTuple):
+    """A prefix or a suffix: tokens that lie together in the row."""
+
+    family: int
+    suffix: int  # its number in the family; -1: a prefix
+    prefix: slice  # of the row: what the run continues
+    tokens: slice
+
+
 @dataclass(frozen=True)
 class PackedLayout:
-    """A packed row's families, and the index tensors attention needs to lay them side by side."""
+    """The families of a packed row, and the index tensors that attention needs to lay them side by side."""
 
     families: tuple[Family, ...]
     device: torch.device = torch.device("cpu")
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device | None = None) -> PackedLayout:
-        """Independent sequences: each is a prefix without suffixes."""
+        """Return the layout of independent sequences: each is a prefix without suffixes."""
         return cls(tuple(Family(n, ()) for n in lengths), device or torch.device("cpu"))
 
     @property
@@ -50,10 +61,22 @@ class PackedLayout:
         return sum(family.num_tokens for family in self.families)
 
     @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The prefixes and suffixes, in the order of the row."""
+        found, at = [], 0
+        for i, family in enumerate(self.families):
+            prefix = slice(at, at + family.prefix)
+            found.append(Run(i, -1, slice(at, at), prefix))
+            at = prefix.stop
+            for j, length in enumerate(family.suffixes):
+                found.append(Run(i, j, prefix, slice(at, at + length)))
+                at += length
+        return tuple(found)
+
+    @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each family begins in the row."""
-        sizes = [family.num_tokens for family in self.families]
-        return tuple(int(x) for x in np.cumsum([0, *sizes])[:-1])
+        """The first token of each family."""
+        return tuple(run.tokens.start for run in self.runs if run.suffix < 0)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -71,51 +94,28 @@ class PackedLayout:
         return max((f.prefix + max(f.suffixes, default=0) for f in self.families), default=0)
 
     @cached_property
-    def position_ids(self) -> torch.Tensor:
+    def position_ids(self) -> Tensor:
         """int64 [N]: the position of each token in its own sequence."""
-        parts: list[np.ndarray] = []
-        for family in self.families:
-            parts.append(np.arange(family.prefix))
-            parts.extend(family.prefix + np.arange(r) for r in family.suffixes)
-        return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int64)).to(self.device)
+        firsts = [run.prefix.stop - run.prefix.start for run in self.runs]
+        return self._spread(firsts, self.runs)
 
     @cached_property
-    def prefix_cells(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def prefix_cells(self) -> tuple[Tensor, Tensor]:
         """(rows [n], cells [n]): prefix token `rows[i]` of the row lies at `cells[i]` of a flat (F, P) grid."""
+        runs = [run for run in self.runs if run.suffix < 0]
         width = self.shape[2]
-        rows = [start + np.arange(f.prefix) for start, f in zip(self.starts, self.families, strict=True)]
-        cells = [i * width + np.arange(f.prefix) for i, f in enumerate(self.families)]
-        return self._tensor(rows), self._tensor(cells)
+        return self._spread([r.tokens.start for r in runs], runs), self._spread([r.family * width for r in runs], runs)
 
     @cached_property
-    def suffix_cells(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def suffix_cells(self) -> tuple[Tensor, Tensor]:
         """(rows [n], cells [n]): suffix token `rows[i]` of the row lies at `cells[i]` of a flat (F, M, R) grid."""
+        runs = [run for run in self.runs if run.suffix >= 0]
         _, most, _, width = self.shape
-        rows, cells = [], []
-        for i, (start, family) in enumerate(zip(self.starts, self.families, strict=True)):
-            at = start + family.prefix
-            for j, length in enumerate(family.suffixes):
-                rows.append(at + np.arange(length))
-                cells.append((i * most + j) * width + np.arange(length))
-                at += length
-        return self._tensor(rows), self._tensor(cells)
+        cells = [(run.family * most + run.suffix) * width for run in runs]
+        return self._spread([run.tokens.start for run in runs], runs), self._spread(cells, runs)
 
-    @cached_property
-    def prefix_lengths(self) -> torch.Tensor:
-        """int64 [F]."""
-        return torch.tensor([f.prefix for f in self.families], device=self.device)
-
-    @cached_property
-    def sequences(self) -> tuple[tuple[slice, slice], ...]:
-        """Each suffix as (prefix slice, suffix slice) of the row; a family without suffixes is not listed."""
-        out = []
-        for start, family in zip(self.starts, self.families, strict=True):
-            at = start + family.prefix
-            for length in family.suffixes:
-                out.append((slice(start, start + family.prefix), slice(at, at + length)))
-                at += length
-        return tuple(out)
-
-    def _tensor(self, parts: list[np.ndarray]) -> torch.Tensor:
-        joined = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-        return torch.from_numpy(joined.astype(np.int64)).to(self.device)
+    def _spread(self, firsts: Sequence[int], runs: Sequence[Run]) -> Tensor:
+        """Count up from a number for each run, one number for each of its tokens: int64 [n]."""
+        spans = [run.tokens.stop - run.tokens.start for run in runs]
+        parts = [np.arange(first, first + span) for first, span in zip(firsts, spans, strict=True)]
+        return torch.from_numpy(np.concatenate([*parts, np.zeros(0, np.int64)])).to(self.device)

@@ -1,4 +1,4 @@
-"""A small random model with the features of a large one: what is done with tokens is checked on it, without weights.
+"""A small random model with the features of a large one, on which an architecture is checked without its weights.
 
 Sizes shrink: widths, heads, layers, experts, vocabulary. So does every length at which an architecture changes what it
 does (windows, chunks, the length at which rotary factors switch), so that a few dozen tokens are past all of them.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HEADS, HEAD_SIZE = 4, 16
 CONTEXT = 64
-"""Positions of a miniature, where a config limits them."""
+"""Positions of a miniature whose config limits them."""
 SWITCH = 24
 """Length at which rotary factors of a miniature switch."""
 WINDOW = 5
@@ -27,37 +27,33 @@ VOCABULARY = 96
 MOST_LAYERS = 6
 SEED = 20
 
-_Rule = tuple[re.Pattern[str], int]
-_RULES: tuple[_Rule, ...] = tuple(
-    (re.compile(pattern), size)
-    for pattern, size in (
-        (r"original_max_position", SWITCH),
-        (r"max_(target_|source_)?(position|seq)|n_positions|n_ctx|(context|model_max)_length", CONTEXT),
-        (r"window|chunk_size|local_attention|topk$|topk_blocks$|_extent$|(^|_)block_size", WINDOW),
-        (r"^topk_group$", 1),
-        (r"^(n|num_expert)_group$|num_experts_per_tok|moe_(k|topk)|top_k_experts", 2),
-        (r"expert", EXPERTS),
-        (r"mamba.*heads$", 2 * HEADS),
-        (r"mamba_d_ssm$", 2 * HEADS * HEAD_SIZE),
-        (r"mamba_d_head$", HEAD_SIZE),
-        (r"mamba.*d_state|state_size$", HEAD_SIZE),
-        (r"vocab", VOCABULARY),
-        (r"layers_per|first_k|offset|interval|period|dense_layers|kv_shared|_step$|pattern", 2),
-        (r"(key_value|kv).*heads$", HEADS),
-        (r"(^|_)(head|heads)$", HEADS),
-        (r"(rope|rotary)_(head_)?dim$", HEAD_SIZE // 2),
-        (r"head_(dim|size)$|headdim$|kv_channels|dim_head|d_head$", HEAD_SIZE),
-        (r"(intermediate|ffn|feed_forward|mlp).*|^d(im)?_?ff$|inner", 32),
-        (r"hidden_size$|n_embd|d_model|emb(ed)?(ding)?_(dim|size)$|embed_proj_dim|lru_width", HEADS * HEAD_SIZE),
-    )
+_RULES = (
+    (r"original_max_position", SWITCH),
+    (r"max_(target_|source_)?(position|seq)|n_positions|n_ctx|(context|model_max)_length", CONTEXT),
+    (r"window|chunk_size|local_attention|topk$|topk_blocks$|_extent$|(^|_)block_size", WINDOW),
+    (r"^topk_group$", 1),
+    (r"^(n|num_expert)_group$|num_experts_per_tok|moe_(k|topk)|top_k_experts", 2),
+    (r"expert", EXPERTS),
+    (r"mamba.*heads$", 2 * HEADS),
+    (r"mamba_d_ssm$", 2 * HEADS * HEAD_SIZE),
+    (r"mamba_d_head$", HEAD_SIZE),
+    (r"mamba.*d_state|state_size$", HEAD_SIZE),
+    (r"vocab", VOCABULARY),
+    (r"layers_per|first_k|offset|interval|period|dense_layers|kv_shared|_step$|pattern", 2),
+    (r"(key_value|kv).*heads$", HEADS),
+    (r"(^|_)(head|heads)$", HEADS),
+    (r"(rope|rotary)_(head_)?dim$", HEAD_SIZE // 2),
+    (r"head_(dim|size)$|headdim$|kv_channels|dim_head|d_head$", HEAD_SIZE),
+    (r"(intermediate|ffn|feed_forward|mlp).*|^d(im)?_?ff$|inner", 32),
+    (r"hidden_size$|n_embd|d_model|emb(ed)?(ding)?_(dim|size)$|embed_proj_dim|lru_width", HEADS * HEAD_SIZE),
 )
 _FIXED = frozenset({HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, VOCABULARY})
-"""Sizes that fit each other, and are set even if the model's are smaller."""
-_LAYER_COUNTS = re.compile(
-    r"^n(um)?_(hidden_)?layers?$|^(encoder|decoder)_layers$|^num_(en|de)coder_layers$|^num_blocks$"
-)
-_TOKENS = re.compile(r"_(token_)?(id|ids|index|idx)$")
-_KEPT = re.compile(r"cycles$|^seed$|^expand|_expand$|n_langs|num_codebooks|groups$|^hc_|ngram|altup|conv")
+"""Sizes that fit each other; they are set even if the model's are smaller."""
+_LAYER_COUNTS = r"^n(um)?_(hidden_)?layers?$|^(encoder|decoder)_layers$|^num_(en|de)coder_layers$|^num_blocks$"
+_TOKENS = r"_(token_)?(id|ids|index|idx)$"
+_KEPT = r"cycles$|^seed$|^expand|_expand$|n_langs|num_codebooks|groups$|^hc_|ngram|altup|conv"
+_APART = frozenset({"model_type", "transformers_version", "rope_parameters", "per_layer_config"})
+"""Fields that are not sizes."""
 
 
 def miniature(large: PretrainedConfig) -> PretrainedConfig:
@@ -70,21 +66,16 @@ def miniature(large: PretrainedConfig) -> PretrainedConfig:
         if part is not None and not isinstance(part, dict):
             setattr(small, name, miniature(part))
     for name, value in large.to_dict().items():
-        if name in small.sub_configs or name in (
-            "model_type",
-            "transformers_version",
-            "rope_parameters",
-            "per_layer_config",
-        ):
+        if name in small.sub_configs or name in _APART:
             continue
-        if _LAYER_COUNTS.search(name) and isinstance(value, int):
-            setattr(small, name, len(layers))
+        if re.search(_LAYER_COUNTS, name) and isinstance(value, int):
+            shrunk: Any = len(layers)
         elif isinstance(value, list) and len(value) == _num_layers(large):
-            setattr(small, name, [_shrunk(name, value[i], large) for i in layers])
+            shrunk = [_shrunk(name, value[i], large) for i in layers]
         else:
             shrunk = _shrunk(name, value, large)
-            if shrunk != value:
-                setattr(small, name, shrunk)
+        if shrunk != value:
+            setattr(small, name, shrunk)
     if getattr(large, "qk_nope_head_dim", None):  # a key's head is a part with positions beside one without
         if large.head_dim == large.qk_rope_head_dim:
             small.head_dim = small.qk_rope_head_dim
@@ -94,10 +85,11 @@ def miniature(large: PretrainedConfig) -> PretrainedConfig:
         small.rope_parameters = _shrunk_rope(rope, small)
     if not apart:
         return small
-    kept = {
-        i: apart.get(f"{layer:02d}", {}) for i, layer in enumerate(layers)
+    wide = {
+        f"{i:02d}": {name: 2 * _shrunk(name, value, large) for name, value in apart[f"{layer:02d}"].items()}
+        for i, layer in enumerate(layers)
+        if apart.get(f"{layer:02d}")
     }  # twice as wide: unlike the other layers
-    wide = {f"{i:02d}": {k: 2 * _shrunk(k, v, large) for k, v in own.items()} for i, own in kept.items() if own}
     return type(large).from_dict({**small.to_dict(), "per_layer_config": wide})
 
 
@@ -123,9 +115,9 @@ def _shrunk(name: str, value: Any, large: PretrainedConfig) -> Any:
     """Return the small value of a config field; what is not a size stays."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value
-    if _TOKENS.search(name):
+    if re.search(_TOKENS, name):
         return value if value < VOCABULARY else 1
-    if _KEPT.search(name):
+    if re.search(_KEPT, name):
         return value
     if re.search(r"(key_value|kv).*heads$", name):
         if value == getattr(large, "num_attention_heads", None):
@@ -134,7 +126,7 @@ def _shrunk(name: str, value: Any, large: PretrainedConfig) -> Any:
     if name == "attention_hidden_size":  # a multiple of the model's width
         return HEADS * HEAD_SIZE * value // large.hidden_size
     for pattern, size in _RULES:
-        if pattern.search(name):
+        if re.search(pattern, name):
             return size if size in _FIXED and value > 2 else min(value, size)
     return min(value, 8)
 

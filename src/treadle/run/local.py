@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.data import PromptSource
 from treadle.errors import FailedSamplesError
 from treadle.metrics import Metric
-from treadle.models.context import context_length
+from treadle.models.model_config import context_length
 from treadle.models.trainable import FULL
 from treadle.rollout.engines.base import Engine
 from treadle.run import build
@@ -27,6 +27,7 @@ from treadle.run.servers import ServerPlace, is_server, open_local_servers
 from treadle.run.session import Session, check_training, finish, is_finished, open_outputs, restore, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.trainer import Trainer
+from treadle.training.trainer_files import try_writing
 from treadle.types import Group
 from treadle.weights import SentWeights
 from treadle.weights.in_process import publish_in_process
@@ -69,7 +70,7 @@ async def train_locally(session: Session, recipe_name: str, stop: Stop) -> dict[
     seed_everything(config.train.seed)
     progress.phase("loading the model")
     async with AsyncExitStack() as stack:
-        compute = _compute_thread(stack)
+        compute = stack.enter_context(closing(ComputeThread()))
         model = await compute.run(build.load_policy, config, session.policy_path)
         trainer = await _load_trainer(session, model, schedule, teacher, compute)
         await compute.run(restore, session, trainer, source)
@@ -103,7 +104,7 @@ async def evaluate_locally(session: Session, recipe_name: str) -> None:
     config, progress, files, done = session.config, session.progress, session.files, session.start_rollout_id
     progress.phase("loading the model")
     async with AsyncExitStack() as stack:
-        compute = _compute_thread(stack)
+        compute = stack.enter_context(closing(ComputeThread()))
         model = await compute.run(build.load_policy, config, session.weights_path, trainable=False)
         scoring = await build.open_scoring(config, files.codec, files.max_prompt, stack)
         outputs = open_outputs(session, stack)
@@ -119,13 +120,6 @@ async def evaluate_locally(session: Session, recipe_name: str) -> None:
         raise FailedSamplesError(parts.written.eval_fault)
 
 
-def _compute_thread(stack: AsyncExitStack) -> ComputeThread:
-    """Open the thread of the run, which is closed with it."""
-    compute = ComputeThread()
-    stack.callback(compute.close)
-    return compute
-
-
 async def _load_trainer(
     session: Session, model: PreTrainedModel, schedule: Schedule, teacher: str | None, compute: ComputeThread
 ) -> Trainer | None:
@@ -134,7 +128,7 @@ async def _load_trainer(
     if config.debug.debug_rollout_only:
         return None
     trainer = await compute.run(build.build_trainer, config, model, schedule.num_rollout, warn, teacher)
-    await compute.run(trainer.try_writing, session.files.codec.save)
+    await compute.run(try_writing, trainer, session.files.codec.save)
     return trainer
 
 

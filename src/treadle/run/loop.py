@@ -1,7 +1,7 @@
-"""The one loop: roll out, train, hand the weights back, again.
+"""The one loop: roll out, train, publish the weights, repeat.
 
-Every schedule is this loop with other numbers. `max_lag` is how many steps generation may run ahead of the weights:
-0 is on-policy, 1 one step off, more is bounded staleness.
+Every schedule is this loop with other numbers. `max_lag` is the number of steps that generation may run ahead of the
+weights: 0 is on-policy, 1 one step off, more is bounded staleness.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Collection:
 class Schedule:
     """Which rollouts run, and what is done between them; an interval of None means never.
 
-    An evaluation or a save with id `i` stands for the weights after i rollouts. `can_save` is False where there is no
-    trainer, `saves_apart` True if checkpoints do not go into the run folder.
+    An evaluation or a save with id `i` stands for the weights after i rollouts. `can_save` is False if there is no
+    trainer, `saves_apart` is True if checkpoints do not go into the run folder.
     """
 
     start_rollout_id: int
@@ -48,26 +48,25 @@ class Schedule:
     saves_apart: bool = False
 
     def is_eval_due(self, done: int) -> bool:
-        if self.eval_interval is None:
-            return False
-        return done % self.eval_interval == 0 or done >= self.num_rollout
+        return self._is_due(self.eval_interval, done)
 
     def is_save_due(self, done: int) -> bool:
-        if self.save_interval is None:
-            return False
-        return done % self.save_interval == 0 or done >= self.num_rollout
+        return self._is_due(self.save_interval, done)
+
+    def _is_due(self, interval: int | None, done: int) -> bool:
+        return interval is not None and (done % interval == 0 or done >= self.num_rollout)
 
     def saves_when(self, stop: Stop) -> bool:
-        """True where a run that is stopped writes a checkpoint."""
+        """Return True if a run that is stopped writes a checkpoint."""
         return self.can_save and stop.requested and (self.save_interval is not None or stop.always_saves)
 
 
 async def train_loop(parts: Parts, lease: Lease, schedule: Schedule, stop: Stop | None = None) -> int | None:
-    """Run rollouts `start_rollout_id` to `num_rollout` - 1; whatever a part raises ends the loop.
+    """Run rollouts `start_rollout_id` to `num_rollout` - 1; an exception of a part ends the loop.
 
-    A stop gives up what is being generated, finishes a training step that runs, saves, and ends the loop. If the user's
-    own code fails a rollout, what was trained so far is saved before the error is raised; so it is if the run folder is
-    lost, unless checkpoints go there.
+    A stop cancels requests in flight, finishes the current training step, saves, and ends the loop. If the user's own code
+    fails a rollout, what was trained so far is saved before the error is raised. The same holds if the run folder was
+    removed, unless checkpoints go there.
 
     Returns:
         The number of rollouts that were done, or None if the loop was stopped before all was done.
@@ -131,6 +130,7 @@ class _Loop:
                 break
             began = time.perf_counter()
             async with self.lease.hold("rollout"):
+                # Admission: which rollouts may start is decided here and nowhere else.
                 while next_id < end and next_id <= rollout_id + schedule.max_lag:
                     in_flight.append(asyncio.create_task(parts.collect(next_id)))
                     next_id += 1

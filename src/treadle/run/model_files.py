@@ -11,8 +11,8 @@ from treadle.chat import Codec, load_codec
 from treadle.config import Config
 from treadle.errors import ConfigError, ModelError
 from treadle.models.bundled import resolve
-from treadle.models.context import context_length, context_note
-from treadle.models.load import check_loadable, embedding_rows, load_config
+from treadle.models.load import check_loadable
+from treadle.models.model_config import context_length, context_note, embedding_rows, load_config
 from treadle.rollout.engines.torch_engine.check import check_generation
 from treadle.run.compute import in_short_lived_thread
 

@@ -12,9 +12,8 @@ import torch
 
 from treadle.config import Config, RunLength, batch_arithmetic, check_config, parse_eval_sets, run_length
 from treadle.data import build_eval_sets, build_source
-from treadle.models.context import context_length
-from treadle.models.load import compute_dtype, kv_heads_of, name_of, pick_device
-from treadle.models.sizes import build_on_meta
+from treadle.models.load import build_on_meta, compute_dtype, name_of, pick_device
+from treadle.models.model_config import context_length, kv_heads_of
 from treadle.run.build import resolve_objective
 from treadle.run.evaluate import eval_sampling
 from treadle.run.memory import MachineMemory, ModelShape, check_samples_fit, gib, machine_memory, memory_of_workers

@@ -1,8 +1,8 @@
-"""What a run writes and shows of its rollouts, evaluations and steps, whichever runtime made them."""
+"""What a run writes and shows of its rollouts, evaluations and steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from treadle.observe.sinks import MetricSink
 from treadle.rollout.measure import same_rewards
 from treadle.run.evaluate import eval_metrics
 from treadle.run.loop import Schedule
-from treadle.types import Group, Prompt, Sample, Status
+from treadle.types import Group, Status
 
 _MAX_SAME_REWARDS = 3
 
@@ -34,7 +34,7 @@ class Outputs:
 
 
 class Record:
-    """Writes and shows; knows nothing of who generates or trains."""
+    """Writes and shows what a run found, whichever runtime generates and trains."""
 
     def __init__(self, config: Config, schedule: Schedule, outputs: Outputs):
         self.config, self.schedule, self.out = config, schedule, outputs
@@ -53,24 +53,23 @@ class Record:
             write_groups(self.out.folder.sample_file(rollout_id), groups)
         if self.config.debug.save_debug_rollout_data is not None:
             write_groups(rollout_file(Path(self.config.debug.save_debug_rollout_data), rollout_id), groups)
-        samples = [sample for group in groups for sample in group.samples]
-        if fault := self._too_many_failed(f"rollout {rollout_id}", samples):
+        what, failures = f"rollout {rollout_id}", _failures(groups)
+        if fault := self._too_many_failed(what, groups):
             raise FailedSamplesError(fault)
-        failures = [sample.failure for sample in samples if sample.status is Status.FAILED]
         if failures:
             self.out.progress.warn(
-                f"rollout {rollout_id}: {len(failures)} samples failed and are not trained on; first: {failures[0]}"
+                f"{what}: {len(failures)} samples failed and are not trained on; first: {failures[0]}"
             )
         self._check_rewards(groups)
 
-    def _too_many_failed(self, what: str, samples: Sequence[Sample]) -> str:
+    def _too_many_failed(self, what: str, groups: Sequence[Group]) -> str:
         """Describe the failures if there are more than `max_failed_fraction` allows; empty if not."""
-        failures = [sample.failure for sample in samples if sample.status is Status.FAILED]
+        failures, count = _failures(groups), sum(len(group.samples) for group in groups)
         most = self.config.rollout.max_failed_fraction
-        if len(failures) <= most * len(samples):
+        if len(failures) <= most * count:
             return ""
         return (
-            f"{what}: {len(failures)} of {len(samples)} samples failed, more than max_failed_fraction = {most:g} allows; "
+            f"{what}: {len(failures)} of {count} samples failed, more than max_failed_fraction = {most:g} allows; "
             f"first: {failures[0]}; correct the reward or the environment, or raise --max-failed-fraction"
         )
 
@@ -100,24 +99,23 @@ class Record:
             if done == self.schedule.start_rollout_id or done >= self.schedule.num_rollout:
                 self._show(name, "after" if done >= self.schedule.num_rollout else "before", groups)
         values = reduce_metrics([*metrics, metric("perf/eval_seconds", seconds)])
-        self._write(done, values)
+        self.out.sink.write(done, values)
         self.out.progress.evaluation(done, values)
 
     def _check_answers(self, name: str, groups: Sequence[Group]) -> None:
         """Warn of answers that could not be scored: they count as reward 0."""
-        samples = [sample for group in groups for sample in group.samples]
-        failures = [sample.failure for sample in samples if sample.status is Status.FAILED]
-        self.eval_fault = self.eval_fault or self._too_many_failed(f"evaluation of {name}", samples)
+        what, failures = f"evaluation of {name}", _failures(groups)
+        self.eval_fault = self.eval_fault or self._too_many_failed(what, groups)
         if failures:
+            count = sum(len(group.samples) for group in groups)
             self.out.progress.warn(
-                f"evaluation of {name}: {len(failures)} of {len(samples)} samples failed and count as reward 0; "
-                f"first: {failures[0]}"
+                f"{what}: {len(failures)} of {count} samples failed and count as reward 0; first: {failures[0]}"
             )
 
     def step(self, rollout_id: int, metrics: Sequence[Metric]) -> None:
         """Write and show the metrics of a finished rollout."""
         values = reduce_metrics(metrics)
-        self._write(rollout_id, values)
+        self.out.sink.write(rollout_id, values)
         gap, most = values.get("train/rollout_logprob_abs_diff", 0.0), self.config.engine.max_logprob_diff
         if gap > most:
             self.out.progress.warn(
@@ -126,20 +124,15 @@ class Record:
             )
         self.out.progress.step(rollout_id, values)
 
-    def _write(self, rollout_id: int, values: Mapping[str, float]) -> None:
-        self.out.sink.write(rollout_id, values)
-
     def _show(self, name: str, when: str, groups: Sequence[Group]) -> None:
-        count = self.config.observe.num_samples_shown
-        rows = [
-            ShownSample(_question(g.prompt), g.samples[0].text, g.prompt.label, g.samples[0].reward)
-            for g in groups[:count]
-        ]
+        rows = []
+        for group in groups[: self.config.observe.num_samples_shown]:
+            prompt, sample = group.prompt, group.samples[0]
+            question = content_text(prompt.messages[-1]) if prompt.messages else prompt.text
+            rows.append(ShownSample(question, sample.text, prompt.label, sample.reward))
         self.out.progress.show_samples(f"{name} {when} training", rows)
 
 
-def _question(prompt: Prompt) -> str:
-    """What a person asked: the last message where there are messages, else the text the model saw."""
-    if prompt.messages:
-        return content_text(prompt.messages[-1])
-    return prompt.text
+def _failures(groups: Sequence[Group]) -> list[str]:
+    """Return why each failed sample failed."""
+    return [s.failure for group in groups for s in group.samples if s.status is Status.FAILED]

@@ -14,6 +14,7 @@ import torch
 
 from treadle.config import Config, recorded
 from treadle.errors import CheckpointError, first_line
+from treadle.training import trainer_files
 from treadle.training.checkpoint import Checkpoint, save_checkpoint
 from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.objective import Objective
@@ -57,12 +58,12 @@ def save_trainer(
 
     def write_model(path: Path) -> None:
         announce("model", path)
-        trainer.write_model(path)
+        trainer_files.write_model(trainer, path)
         save_codec(path)
 
     def write_rest(path: Path) -> None:
         announce("rest", path)
-        trainer.write_rest(path)
+        trainer_files.write_rest(trainer, path)
         if critic is not None:
             os.replace(critic, path / CRITIC_FOLDER)
 

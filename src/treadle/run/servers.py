@@ -18,10 +18,11 @@ from treadle.chat import Codec
 from treadle.config import Config
 from treadle.config.rollout_section import EngineValue
 from treadle.errors import ConfigError, EngineError
-from treadle.models.context import context_length, context_note
-from treadle.models.load import compute_dtype, load_config, name_of, pick_device
+from treadle.models.load import compute_dtype, name_of, pick_device
+from treadle.models.model_config import context_length, context_note, load_config
 from treadle.models.trainable import FULL
-from treadle.rollout.engines.pool import EnginePool, PoolLimits
+from treadle.rollout.engines.pool import EnginePool
+from treadle.rollout.engines.restarts import PoolLimits
 from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings
 from treadle.rollout.engines.server_kind import ServerKind, ServerLaunch
 from treadle.weights import (
@@ -72,13 +73,6 @@ async def open_server(config: Config, place: ServerPlace, index: int) -> ServerE
         seconds = config.engine.engine_start_timeout_seconds
         return await kind.connect(addresses[index], settings, seconds=seconds)
     return await kind.start(_launch(config, place, index), settings, f"{kind.name} engine {index}")
-
-
-def transport_name(config: Config, asked: str) -> str:
-    """The transport of that name in `weight_transport`, as the run's engines take part in it."""
-    if asked == "broadcast" and is_server(config):
-        return server_kind(config.rollout.rollout_engine).broadcast
-    return asked
 
 
 def arguments_for(config: Config, model_path: str) -> dict[str, EngineValue]:
@@ -151,7 +145,16 @@ async def open_local_servers(
     engines = await asyncio.gather(*(open_server(config, place, i) for i in range(count)))
     pool = EnginePool(engines, partial(open_server, config, place), pool_limits(config), warn)
     stack.push_async_callback(pool.close)
-    plan = _transport_plan(config, place, await pool.num_receivers())
+    external, on_gpu = config.engine.rollout_external_engine_addrs, pick_device(config.model.device).type == "cuda"
+    plan = transport_plan(
+        config,
+        await pool.num_receivers(),
+        place.logs,
+        on_one_node=True,
+        on_gpu=on_gpu,
+        host=host_towards(external),
+        shares_gpu=not external,
+    )
     sender = open_sender(plan, SentWeights(FULL.published(model)))
     stack.callback(sender.close)
     publisher = Publisher(LocalSource(sender), pool.receive, warn, partial(pool.prepare, "wait"))
@@ -159,20 +162,31 @@ async def open_local_servers(
     return pool, publisher
 
 
-def _transport_plan(config: Config, place: ServerPlace, num_receivers: int) -> TransportPlan:
-    cluster, external = config.cluster, config.engine.rollout_external_engine_addrs
-    on_gpu = pick_device(config.model.device).type == "cuda"
-    name = choose_transport(cluster.weight_transport, on_one_node=True, on_gpu=on_gpu)
-    folder = place.logs / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
-    # A server that is started here is on the trainer's GPU, and two ranks of NCCL cannot share one.
-    backend = "nccl" if external and on_gpu else "gloo"
-    return TransportPlan(
-        transport_name(config, name), num_receivers, folder.absolute(), host=host_towards(external), backend=backend
-    )
+def transport_plan(
+    config: Config, num_receivers: int, folder: Path, *, on_one_node: bool, on_gpu: bool, host: str, shares_gpu: bool
+) -> TransportPlan:
+    """Plan how weights go from the trainer to the engines.
+
+    Args:
+        config: the run's configuration.
+        num_receivers: number of processes that receive weights.
+        folder: where weights are written if no other folder is set.
+        on_one_node: True if trainer and engines are on one node.
+        on_gpu: True if the trainer computes on a GPU.
+        host: the trainer's address as the engines reach it.
+        shares_gpu: True if trainer and engines use the same GPUs, which two ranks of NCCL cannot.
+    """
+    cluster = config.cluster
+    name = choose_transport(cluster.weight_transport, on_one_node=on_one_node, on_gpu=on_gpu)
+    if name == "broadcast" and is_server(config):
+        name = server_kind(config.rollout.rollout_engine).broadcast
+    folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
+    backend = "nccl" if on_gpu and not shares_gpu else "gloo"
+    return TransportPlan(name, num_receivers, folder.absolute(), host=host, backend=backend)
 
 
 def host_towards(addresses: Sequence[str]) -> str:
-    """This machine as servers at these addresses reach it; loopback where all of them are on it.
+    """Return this machine's address as servers at these addresses reach it; loopback if all of them are on it.
 
     >>> host_towards([]), host_towards(["127.0.0.1:8000", "http://localhost:8001"])
     ('127.0.0.1', '127.0.0.1')
@@ -183,7 +197,7 @@ def host_towards(addresses: Sequence[str]) -> str:
         try:
             where = socket.getaddrinfo(url.hostname, url.port or 80, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-                route.connect(where)  # of a datagram socket: nothing is sent, the way there is looked up
+                route.connect(where)  # on a datagram socket this sends nothing and only looks up the route
                 host = str(route.getsockname()[0])
         except OSError as error:
             raise EngineError(

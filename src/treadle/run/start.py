@@ -10,8 +10,8 @@ from pathlib import Path
 
 from treadle.config import Config, check_config
 from treadle.errors import ConfigError
-from treadle.models.export import export_model
-from treadle.models.load import is_model_folder
+from treadle.models.model_config import is_model_folder
+from treadle.models.saving import export_model
 from treadle.observe.progress import Progress
 from treadle.run.local import evaluate_locally, train_locally
 from treadle.run.memory import check_samples_fit, machine_memory
@@ -22,13 +22,18 @@ from treadle.training.checkpoint import find_checkpoint
 
 
 def train(config: Config, recipe_name: str) -> None:
-    """Train as configured; a user's mistake raises a `TreadleError`, before any work if it can be known then.
+    """Train as configured; a user's mistake raises a `TreadleError`, before any work if possible.
 
     A run that a signal stopped raises `KeyboardInterrupt` (Ctrl-C) or `SystemExit` with 143 (SIGTERM) once it is saved.
     """
+    run = train_locally
+    if config.cluster.runtime == "ray":
+        from treadle.run.ray.runtime import train_on_cluster as run
+    stop = Stop()
     with _opened(config, recipe_name, evaluation_only=False) as session:
-        stop = Stop()
-        asyncio.run(_train(session, recipe_name, stop))
+        summary = asyncio.run(run(session, recipe_name, stop))
+        if summary:
+            session.progress.show_summary(summary)
     leave(stop.signum)
 
 
@@ -41,7 +46,7 @@ def evaluate(config: Config, recipe_name: str) -> None:
 
 
 def export(checkpoint: Path, out: Path, dtype: str, warn: Callable[[str], None] = warnings.warn) -> Path:
-    """Write the model of a checkpoint as a Hugging Face folder; a run or save folder stands for its newest one.
+    """Write the model of a checkpoint as a Hugging Face folder; of a run or save folder, that of the newest checkpoint.
 
     `warn` is called for each damaged checkpoint that is skipped.
     """
@@ -63,13 +68,3 @@ def _opened(config: Config, recipe_name: str, *, evaluation_only: bool) -> Itera
         else:
             place = claim_place(config, recipe_name, progress, stack)
         yield open_session(config, progress, place)
-
-
-async def _train(session: Session, recipe_name: str, stop: Stop) -> None:
-    """Train in the configured runtime, and show the summary."""
-    run = train_locally
-    if session.config.cluster.runtime == "ray":
-        from treadle.run.ray.runtime import train_on_cluster as run
-    summary = await run(session, recipe_name, stop)
-    if summary:
-        session.progress.show_summary(summary)

@@ -14,8 +14,8 @@ from treadle.algorithms.losses import value_loss
 from treadle.config import AlgorithmSection, Config, CriticSection
 from treadle.metrics import Metric, metric
 from treadle.models.attention import PackedAttention
-from treadle.models.load import save_model
-from treadle.models.recompute import recompute_layers
+from treadle.models.forward import recompute_layers
+from treadle.models.saving import save_model
 from treadle.models.value import ValueModel, read_value_head, save_value_head
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model

@@ -88,7 +88,11 @@ class Objective:
         assert target is not None
         assert horizon is not None
         state = update_kl_coef(AdaptiveKL(self.kl_weight, target, horizon), measured_kl, num_samples)
-        return replace(self, kl_weight=state.coef)
+        return self.with_kl_weight(state.coef)
+
+    def with_kl_weight(self, weight: float) -> Objective:
+        """Return the same objective with another weight of KL."""
+        return replace(self, kl_weight=weight)
 
     def correction(self, batch: Batch, ranks: Ranks = ALONE) -> Float[Tensor, " T"] | None:
         """Factor on the policy loss of each token, of this rank's share of a rollout; None where nothing changes it."""

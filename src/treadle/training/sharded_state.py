@@ -13,14 +13,8 @@ from torch import Tensor, nn
 from treadle.models.attention import PackedAttention
 from treadle.models.forward import hidden_states
 from treadle.models.layout import Family, PackedLayout
-from treadle.models.load import (
-    empty_model,
-    load_model,
-    load_parameters,
-    renames_weights,
-    save_model,
-    write_model_config,
-)
+from treadle.models.load import empty_model, load_model, load_parameters, renames_weights
+from treadle.models.saving import save_model, write_model_config
 from treadle.models.trainable import stored_buffers
 from treadle.training.parallel import Grid, ParallelModel, gathered, local_part, part_of, shard
 from treadle.training.tensor_files import TensorFiles, plan_files, write_files, write_index

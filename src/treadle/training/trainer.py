@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from treadle.config import BatchArithmetic, Config
-from treadle.errors import ModelError, first_line
+from treadle.errors import ModelError
 from treadle.metrics import Metric, metric
-from treadle.models.forward import embeddings_of
-from treadle.models.load import save_model, write_model_config
+from treadle.models.forward import embeddings_of, recompute_layers
 from treadle.models.offload import HostCopies
-from treadle.models.recompute import recompute_layers
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, check_same_model
-from treadle.training.critic import FOLDER as CRITIC_FOLDER
 from treadle.training.critic import Critic
 from treadle.training.micro_batches import MicroBatch, MicroBatches, Passes, with_last
 from treadle.training.optimizer import MasterOptimizer
@@ -36,10 +31,10 @@ from treadle.training.policy_loss import (
     micro_batch_metrics,
     packed_scores,
 )
-from treadle.training.ranks import lost_ranks_are_named
+from treadle.training.ranks import Ranks, lost_ranks_are_named
 from treadle.training.reference import Reference, lent_to
 from treadle.training.rollout_plan import Planner, RankShare, objective_of
-from treadle.training.sharded_state import full_parameters, stored_parameters, write_model_folder, write_parts
+from treadle.training.sharded_state import full_parameters, stored_parameters
 from treadle.training.tensor_files import Chosen
 from treadle.types import Group
 from treadle.weights import WeightSpec
@@ -124,71 +119,21 @@ class Trainer:
     def score(self, share: RankShare) -> Rollout:
         """The first part of a rollout: split it, and ask the models what the objective needs of its samples."""
         began = time.perf_counter()
-        self._check_ids(share.batch)
-        with self._named("scoring a rollout"):
+        _check_ids(share.batch, self.model)
+        with self.named("scoring a rollout"):
             needs = self.objective.needs
             with_rest = needs.prior_logprobs or needs.prior_entropy
             passes = self.micro_batches.plan(share.batch, share.trained, with_rest=with_rest)
             critic_passes = None if self.critic is None else self.critic.plan(share.batch, share.steps)
-            rollout = Rollout(share, share.batch, passes, critic_passes, began)
-            return replace(rollout, batch=self._score(rollout))
+            return Rollout(share, self._score(share.batch, passes, critic_passes), passes, critic_passes, began)
 
-    def _check_ids(self, batch: Batch) -> None:
-        """Raise `ModelError` if a sample has an id that the model has no embedding for, as one of another model may have."""
-        rows = embeddings_of(self.model).shape[0]
-        largest = int(batch.token_ids.max()) if len(batch.token_ids) else -1
-        if largest >= rows:
-            raise ModelError(
-                f"a sample has the token id {largest}, but the model has embeddings for {rows} ids only, 0 to {rows - 1}; "
-                "train on samples of a model with the same tokenizer"
-            )
+    def _score(self, batch: Batch, passes: Passes, critic_passes: Passes | None) -> Batch:
+        """Return the batch with what the objective needs, and only that.
 
-    def spread(self, rollout: Rollout) -> Rollout:
-        """The second part: advantages, returns and corrections of a scored rollout, which has values where they are needed."""
-        batch, ranks = rollout.batch, self.policy.ranks
-        assert (batch.values is not None) == self.objective.needs.values, "values are there exactly where needed"
-        with self._named("working out advantages"):
-            found = self.objective.advantages(batch, ranks)
-            correction = self.objective.correction(batch, ranks)
-        batch = replace(batch, advantages=found.advantages, returns=found.returns, correction=correction)
-        return replace(rollout, batch=batch)
-
-    def take_steps(self, rollout: Rollout, rollout_id: int) -> list[Metric]:
-        """The last part: the optimizer steps; this rank's metrics."""
-        with self._named(f"training on rollout {rollout_id}"):
-            metrics = self._take_steps(rollout, rollout_id)
-        return metrics if self.policy.grid.reports else []
-
-    def _take_steps(self, rollout: Rollout, rollout_id: int) -> list[Metric]:
-        share, batch = rollout.share, rollout.batch
-        metrics = [*share.metrics, *_teacher_metrics(batch)]
-        before = self.optimizer.num_steps
-        for step, micro_batches in enumerate(rollout.passes.steps):
-            if self.critic is not None and rollout.critic_passes is not None:
-                metrics += self.critic.step(batch, rollout.critic_passes.steps[step])
-            if rollout_id >= self.config.critic.num_critic_only_steps:
-                skipped = len(share.steps[step]) - len(share.trained[step])
-                metrics += [metric("train/num_skipped_samples", skipped), *self._step(batch, micro_batches)]
-        if self.reference is not None:
-            self.reference.follow(rollout_id + 1, self.optimizer.masters)
-        metrics += self._steer_kl(metrics, share.num_trajectories)
-        seconds = time.perf_counter() - rollout.began
-        metrics += [
-            metric("train/num_samples", len(batch)),
-            metric("train/num_tokens", int(batch.loss_mask.sum())),
-        ]
-        if self.policy.grid.is_first:
-            metrics += [
-                metric("train/seconds", seconds),
-                metric("train/tokens_per_second", share.num_tokens / seconds),
-                metric("train/num_steps", self.optimizer.num_steps - before),
-            ]
-        return metrics
-
-    def _score(self, rollout: Rollout) -> Batch:
-        """The batch with what the objective needs, and only that; old logprobs of the only step are its own, and values
-        come from elsewhere where there is no critic here."""
-        batch, passes, needs = rollout.batch, rollout.passes, self.objective.needs
+        With one optimizer step the old logprobs are those of the step itself. Values come from other ranks if there is no
+        critic here.
+        """
+        needs = self.objective.needs
         needs_old = needs.prior_logprobs or self.arithmetic.num_steps_per_rollout > 1
         if needs_old or needs.prior_entropy:
             logprobs, entropy = self._scored(batch, passes, self.policy)
@@ -202,9 +147,47 @@ class Trainer:
         if self.teacher is not None:
             with lent_to(self.device, as_parallel(self.teacher)) as model:
                 batch = replace(batch, teacher_logprobs=self._scored(batch, passes, model)[0])
-        if self.critic is not None and rollout.critic_passes is not None:
-            batch = replace(batch, values=self.critic.values(batch, rollout.critic_passes))
+        if self.critic is not None and critic_passes is not None:
+            batch = replace(batch, values=self.critic.values(batch, critic_passes))
         return batch
+
+    def spread(self, rollout: Rollout) -> Rollout:
+        """The second part: advantages, returns and corrections of a scored rollout, which has values where they are needed."""
+        batch, ranks = rollout.batch, self.policy.ranks
+        assert (batch.values is not None) == self.objective.needs.values, "values are there exactly where needed"
+        with self.named("working out advantages"):
+            found = self.objective.advantages(batch, ranks)
+            correction = self.objective.correction(batch, ranks)
+        batch = replace(batch, advantages=found.advantages, returns=found.returns, correction=correction)
+        return replace(rollout, batch=batch)
+
+    def take_steps(self, rollout: Rollout, rollout_id: int) -> list[Metric]:
+        """Take the optimizer steps, the last part; return this rank's metrics."""
+        share, batch = rollout.share, rollout.batch
+        metrics = [*share.metrics, *_teacher_metrics(batch)]
+        before = self.optimizer.num_steps
+        with self.named(f"training on rollout {rollout_id}"):
+            for step, micro_batches in enumerate(rollout.passes.steps):
+                if self.critic is not None and rollout.critic_passes is not None:
+                    metrics += self.critic.step(batch, rollout.critic_passes.steps[step])
+                if rollout_id >= self.config.critic.num_critic_only_steps:
+                    skipped = len(share.steps[step]) - len(share.trained[step])
+                    metrics += [metric("train/num_skipped_samples", skipped), *self._step(batch, micro_batches)]
+            if self.reference is not None:
+                self.reference.follow(rollout_id + 1, self.optimizer.masters)
+            metrics += self._steer_kl(metrics, share.num_trajectories)
+        seconds = time.perf_counter() - rollout.began
+        metrics += [
+            metric("train/num_samples", len(batch)),
+            metric("train/num_tokens", int(batch.loss_mask.sum())),
+        ]
+        if self.policy.grid.is_first:
+            metrics += [
+                metric("train/seconds", seconds),
+                metric("train/tokens_per_second", share.num_tokens / seconds),
+                metric("train/num_steps", self.optimizer.num_steps - before),
+            ]
+        return metrics if self.policy.grid.reports else []
 
     def logprobs(self, batch: Batch, model: nn.Module) -> Tensor:
         """Logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
@@ -222,18 +205,10 @@ class Trainer:
         if self.config.algorithm.kl_target is None:
             return []
         used = metric("train/kl_coef", self.objective.kl_weight)
-        measured = self._mean_over_ranks([m for m in metrics if m.name == "train/kl"])
+        measured = _mean_over_ranks([m for m in metrics if m.name == "train/kl"], self.policy.ranks)
         if not math.isnan(measured):  # no step was taken, or the policy is broken: leave the weight as it is
-            self._set_kl_weight(self.objective.steered(measured, num_samples).kl_weight)
+            self.objective = self.objective.steered(measured, num_samples)
         return [used] if self.policy.grid.is_first else []
-
-    def _set_kl_weight(self, weight: float) -> None:
-        self.objective = replace(self.objective, kl_weight=weight)
-
-    def _mean_over_ranks(self, metrics: Sequence[Metric]) -> float:
-        sums = [math.fsum(m.value * m.weight for m in metrics), math.fsum(m.weight for m in metrics)]
-        total, weight = self.policy.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-        return total / weight if weight > 0 else math.nan
 
     # One optimizer step
 
@@ -278,11 +253,9 @@ class Trainer:
     def weight_specs(self) -> dict[str, WeightSpec]:
         """Name, shape and dtype of each weight that `full_parameters` yields, in its order."""
         dtype = self.policy.compute_dtype
-        return {name: WeightSpec(tuple(p.shape), dtype) for name, p in self.published().items()}
-
-    def published(self) -> Mapping[str, Tensor]:
-        """Return the weights that engines receive, or this rank's shards of them."""
-        return self.policy.trainable.published(self.model)
+        return {
+            name: WeightSpec(tuple(p.shape), dtype) for name, p in self.policy.trainable.published(self.model).items()
+        }
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight whole, in the compute dtype, one at a time; all ranks must run through it at the same time."""
@@ -306,43 +279,7 @@ class Trainer:
 
     # Checkpoints
 
-    def try_writing(self, save_codec: Callable[[Path], None]) -> None:
-        """Write what a checkpoint has beside tensors to a folder that is removed, so that what can't be saved is known
-        before training. Raises `ModelError` if the model's files can't be written; one rank calls this."""
-        with tempfile.TemporaryDirectory(prefix="treadle-trial-") as folder:
-            try:
-                for model in (self.model, *([] if self.critic is None else [self.critic.model.model])):
-                    write_model_config(model, Path(folder))
-                save_codec(Path(folder))
-            except Exception as error:  # the writers raise many kinds for the same cause
-                name = self.config.model.hf_checkpoint
-                raise ModelError(
-                    f"the model {name!r} could not be saved after training: {first_line(error)}"
-                ) from error
-
-    def write_model(self, folder: Path) -> None:
-        """Write the master weights as a Hugging Face folder; all ranks call this."""
-        if self.policy.is_sharded:
-            with self._named("writing the model"):
-                write_model_folder(self.policy, self.model, "", folder)
-            return
-        save_model(self.model, {name: p.detach() for name, p in self.optimizer.masters.items()}, folder)
-
-    def write_rest(self, folder: Path) -> None:
-        """Write into a checkpoint folder what is not the policy: the critic, a reference that moves.
-
-        Of many ranks, which all call this, also the optimizer's state.
-        """
-        with self._named("writing a checkpoint"):
-            if self.policy.is_sharded:
-                parts, like = self.optimizer.state_tensors(), self.optimizer.parameter_of
-                write_parts(folder, "optimizer", parts, like, self.policy)
-            if self.critic is not None:
-                self.critic.write(folder / CRITIC_FOLDER)
-            if self.reference is not None:
-                self.reference.write(folder)
-
-    def _named(self, doing: str) -> AbstractContextManager[None]:
+    def named(self, doing: str) -> AbstractContextManager[None]:
         return lost_ranks_are_named(doing, self.policy.grid.world.rank, self.policy.grid.world.size)
 
     def state(self) -> dict[str, Any]:
@@ -364,13 +301,30 @@ class Trainer:
         self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
         self.optimizer.num_steps = checkpoint.entry("optimizer_steps", int)
         if self.config.algorithm.kl_target is not None and "kl_weight" in checkpoint.state:
-            self._set_kl_weight(checkpoint.entry("kl_weight", float))
+            self.objective = self.objective.with_kl_weight(checkpoint.entry("kl_weight", float))
         if self.policy.grid.world.is_alone:
             self.planner.load_state(checkpoint.state)
         if self.critic is not None:
             self.critic.load(checkpoint)
         if self.reference is not None:
             self.reference.load(checkpoint)
+
+
+def _check_ids(batch: Batch, model: PreTrainedModel) -> None:
+    """Raise `ModelError` if a sample has an id that the model has no embedding for, as one of another model may have."""
+    rows = embeddings_of(model).shape[0]
+    largest = int(batch.token_ids.max()) if len(batch.token_ids) else -1
+    if largest >= rows:
+        raise ModelError(
+            f"a sample has the token id {largest}, but the model has embeddings for {rows} ids only, 0 to {rows - 1}; "
+            "train on samples of a model with the same tokenizer"
+        )
+
+
+def _mean_over_ranks(metrics: Sequence[Metric], ranks: Ranks) -> float:
+    sums = [math.fsum(m.value * m.weight for m in metrics), math.fsum(m.weight for m in metrics)]
+    total, weight = ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+    return total / weight if weight > 0 else math.nan
 
 
 def _teacher_metrics(batch: Batch) -> list[Metric]:

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from treadle.training.reference import Reference
 from treadle.training.rollout_plan import Planner
 from treadle.training.sharded_state import full_parameters, load_parallel
 from treadle.training.trainer import Trainer
+from treadle.training.trainer_files import write_model, write_rest
 
 CPU = torch.device("cpu")
 
@@ -77,16 +79,16 @@ def save(trainer: Trainer, planner: Planner, job: dict[str, Any], rollout_id: in
         save_checkpoint(
             Path(job["folder"]) / "saves",
             rollout_id,
-            write_model=told("model", trainer.write_model),
-            write_rest=told("rest", trainer.write_rest),
+            write_model=told("model", partial(write_model, trainer)),
+            write_rest=told("rest", partial(write_rest, trainer)),
             optimizer=trainer.optimizer.state_tensors() if alone else None,
             state={**trainer.state(), **planner.state()},
             config={},
         )
     else:
         store = dist.distributed_c10d._get_default_store()
-        trainer.write_model(Path(store.get("model").decode()))
-        trainer.write_rest(Path(store.get("rest").decode()))
+        write_model(trainer, Path(store.get("model").decode()))
+        write_rest(trainer, Path(store.get("rest").decode()))
 
 
 def run_job(rank: int, job: dict[str, Any]) -> None:

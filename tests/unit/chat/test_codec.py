@@ -258,8 +258,8 @@ def test_ends_are_the_same_before_and_after_a_save_and_an_export(model_with, tmp
     """Files of the ends survive both ways a checkpoint's model is written, and the export of it."""
     import torch
 
-    from treadle.models.export import export_model
-    from treadle.models.load import empty_model, load_model, save_model, write_model_config
+    from treadle.models.load import empty_model, load_model
+    from treadle.models.saving import export_model, save_model, write_model_config
 
     folder = model_with('{"eos_token_id": [1, 2]}', eos_token_id=[3, 4])
     want, saved = load_codec(str(folder)), tmp_path / "saved"
@@ -278,7 +278,8 @@ def test_a_config_that_names_no_end_names_none_when_it_is_saved(model_with, tmp_
     """The class of a config has a default, which a hand-written file did not ask for."""
     import torch
 
-    from treadle.models.load import load_model, save_model
+    from treadle.models.load import load_model
+    from treadle.models.saving import save_model
 
     folder = model_with(None)
     config = json.loads((folder / "config.json").read_text())

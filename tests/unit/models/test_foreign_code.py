@@ -11,8 +11,9 @@ import torch
 from treadle.chat import load_codec
 from treadle.cli import main
 from treadle.errors import ModelError
-from treadle.models.export import export_model
-from treadle.models.load import empty_model, load_config, load_model, load_parameters
+from treadle.models.load import empty_model, load_model, load_parameters
+from treadle.models.model_config import load_config
+from treadle.models.saving import export_model
 
 REFUSED = "code from its own folder"
 

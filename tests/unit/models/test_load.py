@@ -8,16 +8,9 @@ import pytest
 import torch
 
 from treadle.errors import ModelError
-from treadle.models.context import context_length
-from treadle.models.load import (
-    compute_dtype,
-    load_config,
-    load_model,
-    load_parameters,
-    pick_device,
-    save_model,
-    write_model_config,
-)
+from treadle.models.load import compute_dtype, load_model, load_parameters, pick_device
+from treadle.models.model_config import context_length, load_config
+from treadle.models.saving import save_model, write_model_config
 
 CPU = torch.device("cpu")
 
@@ -192,7 +185,7 @@ def test_files_beside_the_weights_are_the_same_from_one_process_and_from_many(ti
 
 
 def test_a_pipe_in_place_of_a_config_is_not_waited_for(tmp_path):
-    from treadle.models.load import is_model_folder
+    from treadle.models.model_config import is_model_folder
 
     os.mkfifo(tmp_path / "config.json")
     assert not is_model_folder(tmp_path)

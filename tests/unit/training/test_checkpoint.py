@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from treadle.training.checkpoint import (
     staged_part,
     try_save_folder,
 )
+from treadle.training.trainer_files import write_model
 
 DEADLINE_SECONDS = 60
 
@@ -189,7 +191,7 @@ def test_a_full_disk_under_a_real_model(small_disk, make_trainer):
     room = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     (small_disk / "ballast").write_bytes(b"0" * (room - 30_000))
     with pytest.raises(CheckpointError, match="No space left on device"):
-        save_checkpoint(folder, 2, write_model=trainer.write_model, optimizer={}, state={}, config={})
+        save_checkpoint(folder, 2, write_model=partial(write_model, trainer), optimizer={}, state={}, config={})
     assert names(folder) == ["latest", "rollout_000001"]
 
 

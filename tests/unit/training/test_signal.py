@@ -18,6 +18,7 @@ from treadle.training.batch import batch_of
 from treadle.training.checkpoint import Checkpoint
 from treadle.training.conditioning import condition_rewards
 from treadle.training.objective import build_objective
+from treadle.training.trainer_files import write_model
 
 PARTS = {"math": 1.0, "short": 0.5}
 TWO = {"advantage_estimator": "gdpo", "rm_type": ("math", "pkg:short"), "rm_weights": (1.0, 0.5)}
@@ -236,7 +237,7 @@ def test_what_moves_beside_the_weights_is_resumed(make_trainer, make_groups, tmp
         one.train(make_groups(seed=rollout), rollout)
     state = one.state()
     assert state["reward_moments"][0] == 18
-    one.write_model(tmp_path / "model")
+    write_model(one, tmp_path / "model")
     from safetensors.torch import save_file
 
     save_file(one.optimizer.state_tensors(), tmp_path / "optimizer.safetensors")

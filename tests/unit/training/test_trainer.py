@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from treadle.errors import CheckpointError, ModelError
 from treadle.metrics import reduce_metrics
 from treadle.training.batch import batch_of
 from treadle.training.checkpoint import find_checkpoint, save_checkpoint
+from treadle.training.trainer_files import write_model
 from treadle.types import Group, Sample, Status
 
 SIZES = (3, 2, 4, 3)
@@ -335,7 +337,7 @@ def save(trainer, folder: Path, rollout_id: int) -> None:
     save_checkpoint(
         folder,
         rollout_id,
-        write_model=trainer.write_model,
+        write_model=partial(write_model, trainer),
         optimizer=trainer.optimizer.state_tensors(),
         state={"optimizer_steps": trainer.optimizer.num_steps},
         config=trainer.config.model_dump(mode="json"),

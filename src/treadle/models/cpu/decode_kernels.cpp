@@ -1,5 +1,5 @@
 // What a decode step does besides its matmuls, each in one pass over few rows, and for very few rows a layer's matmuls too.
-// cpu_kernels.py compiles this for a dtype and a shape of heads, and calls it.
+// decode_kernels.py compiles this for a dtype and a shape of heads, and calls it.
 //
 // Sums are in float32, and results are rounded once. What is computed of a row depends on no other row.
 //
@@ -179,7 +179,7 @@ extern "C" void rotate(T* out, const T* x, const T* cos, const T* sin, i64 rows,
       rotate_head(out + (n * heads + h) * E, x + n * stride + h * E, cos + n * E, sin + n * E);
 }
 
-// One new token for each of N rows. Mirrored field by field in cpu_kernels.py.
+// One new token for each of N rows. decode_kernels.py reads the fields from here.
 struct Decode {
   const T *query, *key, *value;                // [N, K, Q, E], [N, K, E], [N, K, E], each with a stride from row to row
   T *row_keys, *row_values;                    // [>= N, K, row_span, E]
@@ -346,7 +346,7 @@ static void products(Floats* out, const Input* x, Linear linear, i64 first, i64 
     for (i64 n = 0; n < rows; n++) out[n] += load(linear.bias + first);
 }
 
-// A decoder layer. Mirrored field by field in cpu_kernels.py.
+// A decoder layer. decode_kernels.py reads the fields from here.
 struct Layer {
   Linear query, key, value, out, gate, up, down;
   const float *norm_in, *norm_mlp, *norm_query, *norm_key;  // the last two [E], or null

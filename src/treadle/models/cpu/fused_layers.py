@@ -2,8 +2,8 @@
 
 On a CPU a training step spends as long moving activations through memory as in matmuls. Here queries, keys and values
 come from one matmul, and elementwise operations are one pass (compiled_formula.py). A module that is replaced keeps its
-parameters under the same names, so that checkpoints, sharding and the engine see no difference. It computes as before
-if it is called with something else.
+parameters under the same names, so that checkpoints, sharding and the engine stay the same. Other inputs than a packed
+row go to the module itself.
 
 Axis letters: `N` tokens, `D` hidden size, `F` units of the MLP, `H` heads, `E` head size.
 """
@@ -33,7 +33,7 @@ def _gate(hidden: Tensor, gated: Tensor, upped: Tensor) -> None:
 def _gate_gradients(
     hidden: Tensor, of_gated: Tensor, of_upped: Tensor, of_hidden: Tensor, gated: Tensor, upped: Tensor
 ) -> None:
-    """Gradients of gated and upped, and once more what they make."""
+    """Write the gradients of both, and their product again."""
     active = F.silu(gated)
     hidden.copy_(active * upped)
     of_upped.copy_(of_hidden * active)
@@ -63,7 +63,7 @@ class _GatedMLP(torch.autograd.Function):
 
 
 class _StackedLinear(torch.autograd.Function):
-    """Linear layers of the same input side by side: x [N, D], weights [O, D], biases [O] or none → [N, sum of O]."""
+    """Linear layers with the same input, side by side: x [N, D], weights [O, D], biases [O] or none → [N, sum of O]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *weights_and_biases: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _rotation(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary positions: x [N, H, E] · cos + (its halves swapped) · sin; cos and sin [N, 1, E] as `signed_halves` gives them."""
+    """Rotary positions: x [N, H, E] · cos + (its halves swapped) · sin, with cos and sin [N, 1, E] of `signed_halves`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,59 +111,61 @@ class _Rotation(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions as in `_Rotation`; a negated sine turns them back."""
+    """Apply rotary positions as `_Rotation` does; a negated sine is the inverse."""
     one, other = x.chunk(2, dim=-1)
     return torch.cat([other, one], dim=-1).mul_(sin).addcmul_(x, cos)
 
 
 def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What `rotate` wants, [N, 1, E], of what transformers' rotary embedding gives, [1, N, E], halves alike: the first of sin negated."""
+    """Return cos and sin for `rotate`, [N, 1, E]: those of transformers, [1, N, E], with the first half of sin negated."""
     half = sin.shape[-1] // 2
     return cos[0, :, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[0, :, None]
 
 
-class FusedMLP(nn.Module):
+class _Fused(nn.Module):
+    """Takes the place of a module and keeps its children under their names; calls it if the input is not a packed row's."""
+
+    def __init__(self, module: Any):
+        super().__init__()
+        for name, child in module.named_children():
+            self.add_module(name, child)
+        self._replaced = (module,)  # in a tuple, so that its parameters are not registered twice
+
+
+class FusedMLP(_Fused):
     """A gated MLP with SiLU and without biases."""
 
-    def __init__(self, mlp: Any):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self._plain = (mlp,)  # in a tuple: its parameters are ours already
-
     def forward(self, x: Tensor) -> Tensor:
-        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        if isinstance(weights[0], DTensor):  # split over neighbours: its layers know how
-            return self._plain[0](x)
+        own: Any = self
+        weights = own.gate_proj.weight, own.up_proj.weight, own.down_proj.weight
+        if isinstance(weights[0], DTensor):  # tensor parallel: the linear layers communicate
+            return self._replaced[0](x)
         return _GatedMLP.apply(x.flatten(0, -2), *weights).view_as(x)
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(_Fused):
     """Attention with rotary positions, of one packed row."""
 
     def __init__(self, attention: Any):
-        super().__init__()
+        super().__init__(attention)
         self.declared, self.head_dim = declared_attention(attention), attention.head_dim
-        self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
-        self.o_proj = attention.o_proj
-        if hasattr(attention, "q_norm"):
-            self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        self._plain = (attention,)
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
+        own: Any = self
         plan = kwargs.get(PLAN_KEY)
-        if plan is None or isinstance(self.q_proj.weight, DTensor):
-            return self._plain[0](hidden_states, position_embeddings=position_embeddings, **kwargs)
-        layers = self.q_proj, self.k_proj, self.v_proj
+        if plan is None or isinstance(own.q_proj.weight, DTensor):
+            return self._replaced[0](hidden_states, position_embeddings=position_embeddings, **kwargs)
+        layers = own.q_proj, own.k_proj, own.v_proj
         biases = [layer.bias for layer in layers if layer.bias is not None]
         weights = [layer.weight for layer in layers]
         qkv = _StackedLinear.apply(hidden_states.squeeze(0), len(layers), *weights, *biases)
-        counts = self.q_proj.out_features // self.head_dim, self.k_proj.out_features // self.head_dim
-        norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else None
+        counts = own.q_proj.out_features // self.head_dim, own.k_proj.out_features // self.head_dim
+        norms = (own.q_norm, own.k_norm) if hasattr(own, "q_norm") else None
         turns = signed_halves(*position_embeddings)
         query, key, value = split_heads(qkv, counts, norms, lambda heads: _Rotation.apply(heads, *turns))
         out = plan.attend(query, key, value, self.declared)
-        bias = () if self.o_proj.bias is None else (self.o_proj.bias,)
-        return _StackedLinear.apply(out.flatten(1), 1, self.o_proj.weight, *bias).unsqueeze(0), None
+        bias = () if own.o_proj.bias is None else (own.o_proj.bias,)
+        return _StackedLinear.apply(out.flatten(1), 1, own.o_proj.weight, *bias).unsqueeze(0), None
 
 
 def fuse_layers(model: Any) -> int:

@@ -1,5 +1,5 @@
 // The head of a model in bfloat16 without its logits: what a softmax over the vocabulary comes to for each row, and the
-// gradients of hidden states and weights. cpu_head.py compiles and calls it.
+// gradients of hidden states and weights. head.py compiles and calls it.
 //
 // Each thread goes over columns of its own, a chunk of the vocabulary at a time that stays in its cache, for all rows; what
 // threads found of the rows is added up in their order. Logits are made again in the backward pass (Wijmans et al. 2024, "Cut
@@ -19,7 +19,7 @@ constexpr i64 PIECE = 8;                          // blocks of rows whose part i
 constexpr i64 MOST_SUMS = 1 << 28;                // of all threads for the gradient of hidden states, 1 GiB: fewer threads where they need more
 constexpr float LN_2 = 0.6931471805599453f;
 
-// Mirrored field by field in cpu_head.py.
+// head.py reads the fields from here.
 struct Head {
   const bfloat16 *hidden, *weight;  // [N, D] and [V, D], each dense
   const float* known;               // [N, 2]: factor on the scores, target

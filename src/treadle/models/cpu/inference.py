@@ -1,29 +1,26 @@
-"""The forward pass an engine runs: the same numbers as training's, with fewer and larger operations.
+"""The forward pass that an engine runs: the same numbers as training's, with fewer and larger operations.
 
-`plain` is the Hugging Face module as it is. `fused` reads its weights and computes a decoder layer itself: one
-matmul for queries, keys and values, one for gate and up, the residual inside the matmuls that it is added to, weights
-laid out once per version as the CPU's matmul wants them. What is between matmuls, and for a few rows the matmuls too, are
-`CpuKernels` where they can be had. It exists for architectures whose layer it knows, is checked against the module when
-it is built, and tests hold one against the other.
+`InferenceModel` runs the Hugging Face module as it is. `FusedInference` reads its weights and computes a decoder layer
+itself: one matmul for queries, keys and values, one for gate and up, residuals added inside matmuls, and weights laid out
+once per version as the CPU's matmul wants them. Operations between matmuls, and matmuls of a few rows, are `CpuKernels` if
+they are available. Known architectures only (known_layer.py); it is compared with the module when it is built.
 
 Axis letters: `N` tokens, `D` hidden size, `H` query heads, `K` key/value heads, `E` head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treadle.models.attention import AttentionPlan, LayerAttention, PackedAttention
+from treadle.models.attention import AttentionPlan, PackedAttention
 from treadle.models.cpu.decode_kernels import MOST_ROWS, CpuKernels, LayerKernel, cpu_kernels
 from treadle.models.cpu.fused_layers import rotate, signed_halves
 from treadle.models.cpu.known_layer import KnownLayer, is_known, known_layers, split_heads
-from treadle.models.forward import Head, embeddings_of, head_of, hidden_states
+from treadle.models.forward import Head, embeddings_of, head_of, hidden_states, mean_gap, packed_logits
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
 
@@ -31,50 +28,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class InferenceModel(Protocol):
-    """A model as an engine sees it; `kernels` are for its attention plans, where there are any."""
+class InferenceModel:
+    """The module itself, as an engine runs it; `kernels` are for attention plans and sampling, if there are any."""
 
-    kernels: CpuKernels | None
-
-    def refresh(self) -> None:
-        """Read the weights again; called before the first forward pass with each version of them."""
-        ...
-
-    def release(self) -> None:
-        """Give up the memory of what was made from the weights; the next `refresh` makes it again."""
-        ...
-
-    def hidden_states(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
-        """One packed row: token_ids and position_ids int64 [N] → hidden states [N, D]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, D] → logits [N, V]."""
-        ...
-
-
-class PlainInference:
-    """The module itself."""
+    kernels: CpuKernels | None = None
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self.kernels: CpuKernels | None = None
 
     def refresh(self) -> None:
-        return
+        """Read the weights again; called before the first forward pass with each version of them."""
 
     def release(self) -> None:
-        return
+        """Free what was made from the weights; the next `refresh` makes it again."""
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
+        """Run one packed row: token_ids and position_ids int64 [N] → hidden states [N, D]."""
         return hidden_states(self.model, token_ids, position_ids, plan)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [N, V] of hidden states [N, D]."""
         return head_of(self.model).logits(hidden)
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """True where `FusedInference` knows the architecture and the CPU's matmul library is there."""
+    """Return True if `FusedInference` knows the architecture and the CPU's matmul library supports its dtype."""
     weight = embeddings_of(model)
     supported = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -83,32 +61,29 @@ def can_fuse(model: PreTrainedModel) -> bool:
 
 
 def inference_model(model: PreTrainedModel, *, fused: bool) -> InferenceModel:
-    """The quickest forward pass there is for this model; the plain one where `fused` is False or differs from it."""
+    """Return the fastest forward pass for this model; the module itself unless `fused`, or if their logits differ."""
     if fused and can_fuse(model):
         found = FusedInference(model)
         if _gap(found) <= FORWARD_TOLERANCE[embeddings_of(model).dtype]:
             return found
-    return PlainInference(model)
+    return InferenceModel(model)
 
 
 @torch.no_grad()
 def _gap(fused: FusedInference) -> float:
-    """Mean distance of the logits from the module's own, in standard deviations of a logit; the larger of a short row's and a very short one's."""
-    model, gaps = fused.model, []
+    """Return the mean distance of the logits from the module's own: the larger one of a short row and a very short one."""
+    gaps, model = [], fused.model
     fused.refresh()
     for layout in (PackedLayout((Family(6, (3, 4)),)), PackedLayout((Family(3, (2,)),))):
         tokens = (torch.arange(1, layout.num_tokens + 1) * 7919) % embeddings_of(model).shape[0]
-        ours, own = (
-            part.logits(part.hidden_states(tokens, layout.position_ids, PackedAttention(layout))).float()
-            for part in (fused, PlainInference(model))
-        )
-        gaps.append(float((ours - own).abs().mean() / own.std().clamp_min(1e-12)))
+        hidden = fused.hidden_states(tokens, layout.position_ids, PackedAttention(layout))
+        gaps.append(mean_gap(fused.logits(hidden).float(), packed_logits(model, tokens, layout)))
     fused.release()
     return max(gaps)
 
 
 class _Linear:
-    """A linear layer whose weights (several stacked, where given) are laid out for the CPU's matmul."""
+    """A linear layer, or several with the same input, whose weights are laid out for the CPU's matmul."""
 
     def __init__(self, *layers: nn.Linear):
         weight: Tensor = torch.cat(tuple(layer.weight for layer in layers)) if len(layers) > 1 else layers[0].weight
@@ -120,14 +95,14 @@ class _Linear:
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """With `other` added, in the same pass over the result."""
+        """Return the result with `other` added, in the same pass over memory."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
 
 
 class _Norm:
     """RMSNorm over the last axis with the weights of the module, in float32 and rounded once.
 
-    Without kernels in few operations, for at few rows each costs more than its arithmetic: `x w √D / √(|x|² + D eps)`.
+    Without kernels it is `x w √D / √(|x|² + D eps)`: for a few rows each operation costs more than its arithmetic.
     """
 
     def __init__(self, norm: Any, kernels: CpuKernels | None):
@@ -144,87 +119,65 @@ class _Norm:
         return torch.mul(x, self._weight).div_(torch.hypot(length, self._floor)).to(self._dtype)
 
 
-@dataclass(frozen=True)
 class _Layer:
-    """The prepared weights of one decoder layer."""
+    """One decoder layer on prepared weights."""
 
-    attention: LayerAttention
-    norm_in: _Norm
-    qkv: _Linear
-    norms: tuple[_Norm, _Norm] | None  # of queries and keys, head by head (Qwen3)
-    out: _Linear
-    norm_mlp: _Norm
-    gate_up: _Linear
-    down: _Linear
-    kernel: LayerKernel | None  # for few rows
-
-    @classmethod
-    def of(cls, layer: KnownLayer, kernels: CpuKernels | None) -> _Layer:
+    def __init__(self, layer: KnownLayer, kernels: CpuKernels | None):
+        self.declared, self.counts, self.kernels = layer.declared, (layer.heads, layer.kv_heads), kernels
+        self.norm_in, self.norm_mlp = _Norm(layer.norm_in, kernels), _Norm(layer.norm_mlp, kernels)
+        self.qkv, self.out = _Linear(layer.query, layer.key, layer.value), _Linear(layer.out)
+        self.gate_up, self.down = _Linear(layer.gate, layer.up), _Linear(layer.down)
         norms = layer.norms
-        return cls(
-            layer.declared,
-            _Norm(layer.norm_in, kernels),
-            _Linear(layer.query, layer.key, layer.value),
-            None if norms is None else (_Norm(norms[0], kernels), _Norm(norms[1], kernels)),
-            _Linear(layer.out),
-            _Norm(layer.norm_mlp, kernels),
-            _Linear(layer.gate, layer.up),
-            _Linear(layer.down),
-            None if kernels is None else LayerKernel(layer, kernels),
-        )
+        self.norms = None if norms is None else (_Norm(norms[0], kernels), _Norm(norms[1], kernels))
+        self.kernel = None if kernels is None else LayerKernel(layer, kernels)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+        if self.kernel is not None and len(x) <= MOST_ROWS:
+            own, shared = self.counts
+            query, key, value = self.kernel.project(x, cos, sin).split([own, shared, shared], dim=1)
+            return self.kernel.finish(x, plan.attend(query, key, value, self.declared))
+        turn = rotate if self.kernels is None else self.kernels.rotate
+        qkv = self.qkv(self.norm_in(x))
+        query, key, value = split_heads(qkv, self.counts, self.norms, lambda heads: turn(heads, cos, sin))
+        x = self.out.plus(plan.attend(query, key, value, self.declared).flatten(1), x)
+        return self.down.plus(self._gated(self.gate_up(self.norm_mlp(x))), x)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) · up of both side by side."""
+        if self.kernels is not None:
+            return self.kernels.silu_times(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
 
-class FusedInference:
+class FusedInference(InferenceModel):
     """A decoder of a known architecture on prepared copies of its weights (CPU)."""
 
     def __init__(self, model: PreTrainedModel):
         assert can_fuse(model), f"{model.config.model_type} can't be fused here"
-        self.model = model
-        config = model.config
-        self.kernels = cpu_kernels(config, embeddings_of(model).dtype)
-        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._split = [self._heads, self._kv_heads, self._kv_heads]
-        self._layers: Sequence[_Layer] = ()
+        super().__init__(model)
+        self._body: Any = model.base_model
+        self.kernels = cpu_kernels(model.config, embeddings_of(model).dtype)
+        self._layers: list[_Layer] = []
         self._norm: _Norm | None = None
         self._head: tuple[Head, _Linear] | None = None
 
     @torch.no_grad()
     def refresh(self) -> None:
-        body: Any = self.model.base_model
-        self._layers = [_Layer.of(known, self.kernels) for _, known in known_layers(self.model)]
-        self._norm = _Norm(body.norm, self.kernels)
-        self._head = (head_of(self.model), _Linear(self.model.get_output_embeddings()))
+        self._layers = [_Layer(known, self.kernels) for _, known in known_layers(self.model)]
+        self._norm = _Norm(self._body.norm, self.kernels)
+        self._head = head_of(self.model), _Linear(self.model.get_output_embeddings())
 
     def release(self) -> None:
-        self._layers, self._norm, self._head = (), None, None
+        self._layers, self._norm, self._head = [], None, None
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
         assert self._norm is not None, "refresh() comes first"
-        body: Any = self.model.base_model
-        x = F.embedding(token_ids, body.embed_tokens.weight)
-        cos, sin = body.rotary_emb(x, position_ids=position_ids.unsqueeze(0))
-        cos, sin = signed_halves(cos, sin)
-        counts, turn = (self._heads, self._kv_heads), rotate if self.kernels is None else self.kernels.rotate
+        x = F.embedding(token_ids, self._body.embed_tokens.weight)
+        cos, sin = signed_halves(*self._body.rotary_emb(x, position_ids=position_ids.unsqueeze(0)))
         for layer in self._layers:
-            if layer.kernel is not None and len(x) <= MOST_ROWS:
-                heads = layer.kernel.project(x, cos, sin)
-                query, key, value = heads.split(self._split, dim=1)
-                attended = plan.attend(query, key, value, layer.attention)
-                x = layer.kernel.finish(x, attended)
-                continue
-            qkv = layer.qkv(layer.norm_in(x))
-            query, key, value = split_heads(qkv, counts, layer.norms, lambda heads: turn(heads, cos, sin))
-            attended = plan.attend(query, key, value, layer.attention)
-            x = layer.out.plus(attended.flatten(1), x)
-            x = layer.down.plus(self._gated(layer.gate_up(layer.norm_mlp(x))), x)
+            x = layer(x, cos, sin, plan)
         return self._norm(x)
-
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) · up of both side by side."""
-        if self.kernels is not None:
-            return self.kernels.silu_times(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self._head is not None, "refresh() comes first"

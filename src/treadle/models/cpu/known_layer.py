@@ -9,61 +9,33 @@ Axis letters: `N` tokens, `H` query heads, `K` key/value heads, `E` head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from treadle.models.attention import PLAN_KEY, LayerAttention, LayerRecorder
 
 KNOWN_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Architectures whose layers are like this."""
+"""Architectures whose layers fit the description."""
 
 
 def is_known(config: Any) -> bool:
-    """Return True if the layers of a model with this config are like this."""
+    """Return True if the layers of a model with this config fit the description."""
     return config.model_type in KNOWN_MODEL_TYPES and config.hidden_act == "silu"
 
 
-@dataclass(frozen=True)
 class KnownLayer:
     """The parts of one decoder layer; the norms of queries and keys are None unless it has them."""
 
-    norm_in: Any
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
-    norm_query: Any
-    norm_key: Any
-    out: nn.Linear
-    norm_mlp: Any
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
-    head_size: int
-    attention: Any
-
-    @classmethod
-    def of(cls, layer: Any) -> KnownLayer:
-        attention, mlp = layer.self_attn, layer.mlp
-        return cls(
-            layer.input_layernorm,
-            *(attention.q_proj, attention.k_proj, attention.v_proj),
-            *(getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)),
-            *(attention.o_proj, layer.post_attention_layernorm),
-            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-            attention.head_dim,
-            attention,
-        )
-
-    @property
-    def heads(self) -> int:
-        return len(self.query.weight) // self.head_size
-
-    @property
-    def kv_heads(self) -> int:
-        return len(self.key.weight) // self.head_size
+    def __init__(self, layer: Any):
+        self.norm_in, self.norm_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        part: Any = layer.self_attn
+        self.query, self.key, self.value, self.out = part.q_proj, part.k_proj, part.v_proj, part.o_proj
+        self.norm_query, self.norm_key = getattr(part, "q_norm", None), getattr(part, "k_norm", None)
+        self.gate, self.up, self.down = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
+        self.heads, self.kv_heads = (len(x.weight) // part.head_dim for x in (part.q_proj, part.k_proj))
+        self.head_size, self._attention = part.head_dim, part
 
     @property
     def norms(self) -> tuple[Any, Any] | None:
@@ -73,14 +45,14 @@ class KnownLayer:
     @property
     def declared(self) -> LayerAttention:
         """What the attention module passes to the attention function besides queries, keys and values."""
-        return getattr(self.attention, "declared", None) or declared_attention(self.attention)
+        return getattr(self._attention, "declared", None) or declared_attention(self._attention)
 
 
 def known_layers(model: Any) -> Iterator[tuple[Any, KnownLayer]]:
-    """Yield each decoder layer of a model with its description; none of an architecture that is not known."""
+    """Yield each decoder layer of a model with its description; nothing if the architecture is not known."""
     if is_known(model.config):
         for layer in model.base_model.layers:
-            yield layer, KnownLayer.of(layer)
+            yield layer, KnownLayer(layer)
 
 
 def split_heads(
@@ -105,18 +77,18 @@ def split_heads(
     return query, key, value
 
 
-def declared_attention(attention: nn.Module) -> LayerAttention:
+def declared_attention(attention: Any) -> LayerAttention:
     """Return what an attention module passes to the attention function besides queries, keys and values.
 
     The module runs once, on tensors without memory: a window counts only if the module applies it. A Llama config may
     name a `sliding_window` that its layers ignore.
     """
-    part: Any = attention
-    meta = torch.device("meta")
-    weights = {name: torch.empty_like(p, device=meta) for name, p in attention.named_parameters()}
-    dtype = part.q_proj.weight.dtype
-    hidden = torch.empty(1, 1, part.q_proj.in_features, dtype=dtype, device=meta)
-    turn = torch.empty(1, 1, part.head_dim, dtype=dtype, device=meta)
+    weights = {name: torch.empty_like(p, device="meta") for name, p in attention.named_parameters()}
+    first = attention.q_proj
+    hidden, turn = (
+        torch.empty(1, 1, size, dtype=first.weight.dtype, device="meta")
+        for size in (first.in_features, attention.head_dim)
+    )
     recorder = LayerRecorder()
     known = {"position_embeddings": (turn, turn), "attention_mask": None, PLAN_KEY: recorder}
     with torch.no_grad():

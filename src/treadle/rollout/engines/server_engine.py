@@ -175,7 +175,8 @@ class ServerEngine:
         self._in_flight = InFlight(self.client, settings)
         self._going = self._in_flight.going
         self._going.set()
-        self._paused = self._asleep = self._weights_asleep = self._updating = False
+        self._paused = self._updating = False
+        self._asleep: set[EnginePart] = set()
         self._torn: str | None = None
         self._gate = asyncio.Lock()  # held while the server's state changes
 
@@ -242,26 +243,24 @@ class ServerEngine:
                 self._going.clear()
                 for call in self._dialect.commands.sleep:
                     await self.client.ask(call)
+                self._asleep = {"weights", "kv"}
             else:
                 await self._stop()
-            self._asleep = True
-            self._weights_asleep = self._settings.sleeps
+                self._asleep = {"kv"}
 
     async def wake(self, part: EnginePart) -> None:
         async with self._gate:
-            if not self._asleep:
-                return
-            await self._wake_weights()
-            if part == "kv":
-                if self._settings.sleeps:
-                    await self.client.ask(self._dialect.commands.wake["kv"])
-                self._asleep = False
+            if self._asleep:
+                await self._wake("weights")
+                if part == "kv":
+                    await self._wake("kv")
                 await self._go_on()
 
-    async def _wake_weights(self) -> None:
-        if self._weights_asleep:
-            await self.client.ask(self._dialect.commands.wake["weights"])
-            self._weights_asleep = False
+    async def _wake(self, part: EnginePart) -> None:
+        if part in self._asleep:
+            if self._settings.sleeps:
+                await self.client.ask(self._dialect.commands.wake[part])
+            self._asleep.discard(part)
 
     async def receive(self, offer: Offer) -> None:
         """Bring the server to the offered weights; the keys and values of in-flight requests are computed again."""
@@ -272,26 +271,21 @@ class ServerEngine:
                 )
             self._updating = True
             try:
-                await self._wake_weights()
+                await self._wake("weights")
                 await self._stop()
-                await self._take(offer)
+                with ExitStack() as held:
+                    await self._dialect.check(self.client, offer, held)
+                    self._torn = f"the update to version {offer.version} broke off half-way; push a whole version"
+                    await self._dialect.load(self.client, offer)
                 self._torn, self._version = None, offer.version
+            except EngineError as error:
+                if self._torn is not None and not isinstance(error, EngineLostError):
+                    await self.abort()
+                raise
             finally:
                 self._updating = False
                 if not self._in_flight.closed and self._torn is None:
                     await self._go_on()
-
-    async def _take(self, offer: Offer) -> None:
-        with ExitStack() as held:
-            await self._dialect.check(self.client, offer, held)
-            self._torn = f"the update to version {offer.version} broke off half-way; push a whole version"
-            try:
-                await self._dialect.load(self.client, offer)
-            except EngineLostError:
-                raise
-            except EngineError:
-                await self.abort()
-                raise
 
     # Life
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from treadle.config import Config
 from treadle.metrics import Metric
 from treadle.observe.progress import Progress
 from treadle.rollout.engines.base import EnginePart
+from treadle.rollout.engines.pool import EnginePool
 from treadle.run.loop import Collection
 from treadle.run.ray.rollout_worker import RolloutActor, RolloutStatus
 from treadle.run.ray.worker import Call, Worker, all_in_time, show_warnings
@@ -48,13 +49,13 @@ class RemoteRollouts:
         return await self.worker.call("its part of a save", RolloutActor.state, done).in_time(self._seconds)
 
     async def sleep(self) -> None:
-        """Free the engines' memory; nothing if they sleep."""
+        """Free the engines' memory; do nothing if they sleep."""
         if not self._asleep:
             self._turns += await self.worker.call("sleep", RolloutActor.sleep).in_time(self._seconds)
             self._asleep = {"weights", "kv"}
 
     async def wake(self, part: EnginePart) -> None:
-        """Bring back this part of what `sleep` freed; nothing if it is there."""
+        """Restore this part of what `sleep` freed; do nothing if it is there."""
         if part in self._asleep:
             self._turns += await self.worker.call(f"wake {part}", RolloutActor.wake, part).in_time(self._seconds)
             self._asleep.remove(part)
@@ -76,27 +77,30 @@ class RemoteRollouts:
             call = self.worker.call(what, RolloutActor.skip, start_rollout_id)
         await all_in_time([self.worker.call("starting the engines", RolloutActor.open), call], seconds)
 
+    # Weights
+
     async def num_receivers(self) -> int:
         """Return the number of processes that receive weights."""
-        return await self.worker.call("counting the engines", RolloutActor.num_receivers).in_time(self._seconds)
-
-    # Weights
+        return await self._ask_engines("counting the engines", EnginePool.num_receivers)
 
     async def prepare(self) -> None:
         """Make all engines ready for new weights, which come next."""
         await self.wake("weights")
-        call = self.worker.call("getting ready for new weights", RolloutActor.prepare, self._config.cluster.on_publish)
-        await call.in_time(self._seconds)
+        await self._ask_engines("getting ready for new weights", EnginePool.prepare, self._config.cluster.on_publish)
 
     async def receive(self, offer: Offer) -> None:
         """Bring all engines to the offered weights."""
-        await self.worker.call("new weights", RolloutActor.receive, offer).in_time(self._seconds)
+        await self._ask_engines("new weights", EnginePool.receive, offer)
 
     async def set_version(self, version: int) -> None:
         """Name the weights that the engines were loaded with, in a run that never trains."""
-        await self.worker.call("the version", RolloutActor.set_version, version).in_time(self._seconds)
+        await self._ask_engines("the version", EnginePool.set_version, version)
 
-    # Their insides
+    async def _ask_engines(self, what: str, method: Callable[..., Coroutine[Any, Any, Result]], *args: Any) -> Result:
+        call: Call[Result] = self.worker.call(what, RolloutActor.ask_engines, method, *args)
+        return await call.in_time(self._seconds)
+
+    # Status
 
     async def _watched(self, call: Call[Result]) -> Result:
         """Return the result of a long call, whose deadline the worker keeps; show meanwhile what it does."""

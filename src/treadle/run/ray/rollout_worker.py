@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from treadle.chat import load_codec
 from treadle.data import PromptSource
 from treadle.errors import EngineLostError
 from treadle.metrics import Metric, metric
-from treadle.models.context import context_length
-from treadle.models.load import load_config
+from treadle.models.model_config import context_length, load_config
 from treadle.rollout.engines.base import EnginePart
-from treadle.rollout.engines.pool import EnginePool, OnPublish
+from treadle.rollout.engines.pool import EnginePool
 from treadle.run import build
 from treadle.run.loop import Collection
 from treadle.run.ray.engine_worker import EngineActor, RemoteEngine
@@ -24,7 +24,8 @@ from treadle.run.resume import random_state, set_random_state
 from treadle.run.rollouts import Rollouts
 from treadle.run.servers import is_server, pool_limits
 from treadle.types import Group
-from treadle.weights import Offer
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RolloutActor(WorkerActor):
         return self._pool
 
     async def load(self) -> int:
-        """Read the prompts; how many there are."""
+        """Read the prompts; return how many there are."""
         config, codec, longest = self._config, self._codec, self._setup.max_prompt
         source = await asyncio.to_thread(build.load_source, config, codec, longest, self._warnings.warn)
         self._source = source
@@ -100,9 +101,10 @@ class RolloutActor(WorkerActor):
         self._engines[index] = engine  # not before: a process that did not start ends when nothing refers to it
         return engine
 
-    async def num_receivers(self) -> int:
-        """Return the number of processes that receive weights."""
-        return await self.pool.num_receivers()
+    async def ask_engines(self, method: Callable[..., Awaitable[Result]], *args: Any) -> Result:
+        """Call this method of the pool of engines."""
+        answer: Result = await getattr(self.pool, method.__name__)(*args)
+        return answer
 
     # What the loop asks for
 
@@ -112,38 +114,26 @@ class RolloutActor(WorkerActor):
     async def evaluate(self) -> list[tuple[str, list[Group]]]:
         return await self._rollouts.evaluate()
 
-    async def prepare(self, on_publish: OnPublish) -> None:
-        """Make all engines ready for new weights, which come next."""
-        await self.pool.prepare(on_publish)
-
-    async def receive(self, offer: Offer) -> None:
-        """Bring all engines to the offered weights."""
-        await self.pool.receive(offer)
-
-    async def set_version(self, version: int) -> None:
-        """Name the weights in a run that never trains."""
-        await self.pool.set_version(version)
-
     async def sleep(self) -> list[Metric]:
         """Free what the engines hold on their devices; return the peak memory of each."""
         await self.pool.sleep()
         return [metric("perf/engine_awake_gib", gib) for gib in self._turns()]
 
     async def wake(self, part: EnginePart) -> list[Metric]:
-        """Inverse of `sleep`, by parts; with the weights, return the peak memory of each engine without them."""
+        """Restore a part of what `sleep` freed; with the weights, return the peak memory of each engine without them."""
         await self.pool.wake(part)
         return [metric("perf/engine_asleep_gib", gib) for gib in self._turns()]
 
     def _turns(self) -> list[float]:
-        """The most memory of each engine in the turn that ended, GiB, where that is known."""
+        """Return the peak memory of each engine in the turn that ended, in GiB, if it is known."""
         return [engine.turn_gib for engine in self._engines.values() if engine.turn_gib is not None]
 
     async def state(self, done: int) -> dict[str, Any]:
-        """Where prompts and random generators stand for a run that resumes at rollout `done`; JSON values."""
+        """Return where prompts and random generators stand for a run that resumes at rollout `done`, in JSON values."""
         return {**await self._rollouts.state(done), "rollout_random": random_state()}
 
     async def load_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Go to where `state` was taken."""
         assert self._source is not None
         if "source" in state:
             self._source.load_state(state["source"])

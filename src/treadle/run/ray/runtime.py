@@ -28,11 +28,11 @@ from treadle.run.ray.train_group import TrainGroup
 from treadle.run.ray.train_workers import RankActor
 from treadle.run.ray.worker import Worker, WorkerSetup, while_alive
 from treadle.run.record import Outputs
-from treadle.run.servers import transport_name
+from treadle.run.servers import transport_plan
 from treadle.run.session import Session, check_training, finish, is_finished, note_resumed, open_outputs, schedule_of
 from treadle.run.stop import Stop, stops_on_signals
 from treadle.training.checkpoint import PREFIX, find_checkpoint
-from treadle.weights import TransportPlan, choose_transport
+from treadle.weights import TransportPlan
 
 CLOSE_SECONDS = 20.0
 MANY_CALLS = 100_000
@@ -185,10 +185,13 @@ def _start_workers(session: Session, places: Places, teacher: str | None) -> _Wo
 
 def _transport(config: Config, places: Places, receivers: int, folder: Path) -> TransportPlan:
     """Plan how weights go from the first train worker to this many receivers."""
-    cluster = config.cluster
-    name = choose_transport(cluster.weight_transport, on_one_node=places.on_one_node, on_gpu=places.uses_gpus)
-    folder = folder / "weights" if cluster.weight_folder is None else Path(cluster.weight_folder)
-    backend = "nccl" if places.uses_gpus and not cluster.colocate else "gloo"
     elsewhere = config.engine.rollout_external_engine_addrs or not places.on_one_node
-    host = places.train[0].node_ip if elsewhere else "127.0.0.1"
-    return TransportPlan(transport_name(config, name), receivers, folder.absolute(), host=host, backend=backend)
+    return transport_plan(
+        config,
+        receivers,
+        folder,
+        on_one_node=places.on_one_node,
+        on_gpu=places.uses_gpus,
+        host=places.train[0].node_ip if elsewhere else "127.0.0.1",
+        shares_gpu=config.cluster.colocate,
+    )

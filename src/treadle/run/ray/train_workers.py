@@ -27,6 +27,7 @@ from treadle.run import build
 from treadle.run.memory import PeakMemory
 from treadle.run.ray.worker import WorkerActor, WorkerSetup
 from treadle.run.resume import save_trainer, set_random_state
+from treadle.training import trainer_files
 from treadle.training.batch import Batch
 from treadle.training.checkpoint import Checkpoint, find_checkpoint, staged_part
 from treadle.training.micro_batches import Passes
@@ -179,7 +180,7 @@ class TrainActor(RankActor):
         self._trainer = build.build_trainer(config, model, num_rollout, warn, teacher, critic_elsewhere=elsewhere)
         self._moves = self._trainer.sleep, self._trainer.wake
         if self._grid.is_first:
-            self._trainer.try_writing(load_codec(path).save)
+            trainer_files.try_writing(self._trainer, load_codec(path).save)
         if checkpoint is not None:
             self._trainer.load(self._found(checkpoint))
         return self._grid.data.rank
@@ -223,10 +224,10 @@ class TrainActor(RankActor):
         self._saves += 1
         folders = _SaveFolders(f"save-{self._saves}", is_alone=world.is_alone)
         if world.rank > 0:
-            for part, write in (("model", trainer.write_model), ("rest", trainer.write_rest)):
+            for part, write in (("model", trainer_files.write_model), ("rest", trainer_files.write_rest)):
                 if (path := folders.wait_for(part)) is None:
                     return  # the first rank gave up, and reports why
-                write(path)
+                write(trainer, path)
             return
         try:
             save_codec = load_codec(self._setup.model_path).save
@@ -244,7 +245,7 @@ class TrainActor(RankActor):
         if trainer.policy.is_sharded:
             specs = trainer.weight_specs()
             self._whole = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
-        self._sender = open_sender(plan, SentWeights(self._whole or trainer.published()))
+        self._sender = open_sender(plan, SentWeights(self._whole or trainer.policy.trainable.published(trainer.model)))
 
     def offer(self, version: int) -> Offer | None:
         """Make the current weights ready; return the offer for the engines on the first rank. All ranks call this."""

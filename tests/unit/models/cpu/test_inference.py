@@ -5,7 +5,7 @@ import torch
 
 from treadle.models.attention import PackedAttention
 from treadle.models.cpu.decode_kernels import MOST_ROWS, load_kernels
-from treadle.models.cpu.inference import FusedInference, PlainInference, can_fuse, inference_model
+from treadle.models.cpu.inference import FusedInference, InferenceModel, can_fuse, inference_model
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import load_model
 
@@ -46,17 +46,17 @@ def test_fused_logits_are_the_modules(make_folder, name):
     assert isinstance(fused, FusedInference)
     assert (fused.kernels is not None) == (name in WITH_KERNELS and load_kernels(torch.float32, 1, 32) is not None)
     fused.refresh()
-    torch.testing.assert_close(logits_of(fused), logits_of(PlainInference(model)), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(logits_of(fused), logits_of(InferenceModel(model)), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_logits_in_bfloat16_are_no_further_from_exact_than_the_modules(make_folder, name):
     folder = make_folder(name)
-    exact = logits_of(PlainInference(load(folder)))
+    exact = logits_of(InferenceModel(load(folder)))
     model = load(folder, torch.bfloat16)
     fused = FusedInference(model)
     fused.refresh()
-    assert distance(logits_of(fused), exact) <= 1.3 * distance(logits_of(PlainInference(model)), exact)
+    assert distance(logits_of(fused), exact) <= 1.3 * distance(logits_of(InferenceModel(model)), exact)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, MOST_ROWS, MOST_ROWS + 1])
@@ -66,13 +66,13 @@ def test_few_rows_have_a_way_of_their_own(make_folder, name, rows):
     model = load(folder)
     fused = FusedInference(model)
     fused.refresh()
-    exact = logits_of(PlainInference(model), layout)
+    exact = logits_of(InferenceModel(model), layout)
     torch.testing.assert_close(logits_of(fused, layout), exact, atol=2e-5, rtol=2e-5)
 
     model = load(folder, torch.bfloat16)
     fused = FusedInference(model)
     fused.refresh()
-    gaps = (distance(logits_of(part, layout), exact) for part in (fused, PlainInference(model)))
+    gaps = (distance(logits_of(part, layout), exact) for part in (fused, InferenceModel(model)))
     assert next(gaps) <= 2 * next(gaps)  # of few numbers
 
 
@@ -80,11 +80,11 @@ def test_few_rows_have_a_way_of_their_own(make_folder, name, rows):
 def test_an_architecture_it_does_not_know_runs_as_it_is(make_folder, name):
     model = load(make_folder(name))
     assert not can_fuse(model)
-    assert isinstance(inference_model(model, fused=True), PlainInference)
+    assert type(inference_model(model, fused=True)) is InferenceModel
 
 
 def test_fused_operations_can_be_switched_off(tiny_model):
-    assert isinstance(inference_model(tiny_model, fused=False), PlainInference)
+    assert type(inference_model(tiny_model, fused=False)) is InferenceModel
 
 
 def test_a_layer_that_is_not_what_its_name_says_runs_as_it_is(tiny_model):
@@ -99,7 +99,7 @@ def test_a_layer_that_is_not_what_its_name_says_runs_as_it_is(tiny_model):
 
     layer = tiny_model.model.layers[1]
     layer.post_attention_layernorm = Doubled(layer.post_attention_layernorm)
-    assert isinstance(inference_model(tiny_model, fused=True), PlainInference)
+    assert type(inference_model(tiny_model, fused=True)) is InferenceModel
 
 
 def test_refresh_reads_the_weights_anew(tiny_model):
@@ -110,7 +110,7 @@ def test_refresh_reads_the_weights_anew(tiny_model):
         for p in tiny_model.parameters():
             p.mul_(1.1)
     fused.refresh()
-    torch.testing.assert_close(logits_of(fused), logits_of(PlainInference(tiny_model)), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(logits_of(fused), logits_of(InferenceModel(tiny_model)), atol=2e-5, rtol=2e-5)
     assert distance(logits_of(fused), before) > 0.01
 
 

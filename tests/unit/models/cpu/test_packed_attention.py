@@ -167,7 +167,7 @@ def test_a_processor_without_such_instructions(monkeypatch):
     """The same file, compiled for any processor of this kind, says that it can do nothing."""
     flags = tuple(flag for flag in cpu_library.FLAGS if not flag.startswith("-march"))
     monkeypatch.setattr(cpu_library, "FLAGS", flags)
-    library = cpu_library.compiled(cpu_attention.SOURCE, {"HEADS_PER_KV_HEAD": 1, "HEAD_SIZE": 32})
+    library = cpu_library.load(cpu_attention.SOURCE, {"HEADS_PER_KV_HEAD": 1, "HEAD_SIZE": 32})
     if library is None:
         pytest.skip("no GCC here, or torch.compile is turned off")
     library.ready.restype = ctypes.c_bool

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from treadle.errors import EngineError, EngineLostError
-from treadle.rollout.engines.pool import EnginePool, PoolLimits
+from treadle.rollout.engines.pool import EnginePool
+from treadle.rollout.engines.restarts import PoolLimits
 from treadle.rollout.engines.torch_engine.engine import TorchEngine
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
 from treadle.types import SamplingParams, Status

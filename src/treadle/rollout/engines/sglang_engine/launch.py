@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from treadle.models.context import context_length
-from treadle.models.load import kv_heads_of, load_config
+from treadle.models.model_config import context_length, kv_heads_of, load_config
 from treadle.rollout.engines.server_kind import Argument, ServerKind, ServerLaunch, probe_interpreter
 from treadle.rollout.engines.sglang_engine.dialect import SglangDialect
 from treadle.weights import sglang_group

@@ -162,7 +162,7 @@ class DecodeAttention:
         by_kernel = self._kernel is not None and layer.softcap is None
         out = (self._by_kernel if by_kernel else self._by_operations)(query, key, value, layer)
         self._calls += 1
-        return out[..., :size]
+        return out if out.shape[2] == size else out[..., :size]
 
     def _by_operations(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
         rows = self.store.rows

@@ -11,8 +11,8 @@ import torch
 
 from treadle.chat import Codec
 from treadle.errors import EngineError
-from treadle.models.context import context_length
 from treadle.models.forward import head_of
+from treadle.models.model_config import context_length
 from treadle.models.offload import HostCopies
 from treadle.models.trainable import FULL
 from treadle.rollout.engines.base import EnginePart, check_request

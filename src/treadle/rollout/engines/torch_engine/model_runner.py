@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,16 +57,16 @@ class ModelRunner:
         self._prepared = None
 
     def _prefill(self, requests: list[Request]) -> Tensor:
-        tokens = self._tensor(token for request in requests for token in request.token_ids)
+        tokens = self._tensor([token for request in requests for token in request.token_ids])
         lengths, slots = [len(r.token_ids) for r in requests], [r.slot for r in requests]
         logits = prefill(self.inference, self.store, tokens, lengths, slots)
-        return logits[self._tensor(i for i, request in enumerate(requests) for _ in range(request.n))]
+        return logits[self._tensor([i for i, request in enumerate(requests) for _ in range(request.n)])]
 
     def _decode(self, rows: list[Row]) -> Tensor:
-        slots = self._tensor(row.request.slot for row in rows)
-        places = self._tensor(len(row.token_ids) - 1 for row in rows)
-        prefix_lengths = self._tensor(len(request.token_ids) for request in self.store.slots)
-        tokens = self._tensor(row.token_ids[-1] for row in rows)
+        slots = self._tensor([row.request.slot for row in rows])
+        places = self._tensor([len(row.token_ids) - 1 for row in rows])
+        prefix_lengths = self._tensor([len(request.token_ids) for request in self.store.slots])
+        tokens = self._tensor([row.token_ids[-1] for row in rows])
         return decode(self.inference, self.store, tokens, slots, places, prefix_lengths)
 
     def _sample(self, logits: Tensor, rows: list[Row]) -> tuple[list[int], list[float]]:
@@ -80,5 +80,5 @@ class ModelRunner:
         tokens, logprobs = sample(logits, self._settings, draws, self.inference.kernels, self._unused)
         return tokens.tolist(), logprobs.tolist()
 
-    def _tensor(self, numbers: Iterable[int]) -> Tensor:
-        return torch.tensor(list(numbers), device=self.device)
+    def _tensor(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.device)

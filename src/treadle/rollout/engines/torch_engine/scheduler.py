@@ -128,8 +128,8 @@ class Scheduler:
         """Append a token to each row of the batch; remove and return the samples that ended."""
         done: Ended = []
         ended: list[int] = []
-        first = len(self.rows) - len(batch.rows)
-        for i, (row, token, logprob) in enumerate(zip(batch.rows, tokens, logprobs, strict=True), first):
+        places = range(len(self.rows) - len(batch.rows), len(self.rows))
+        for i, row, token, logprob in zip(places, batch.rows, tokens, logprobs, strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)

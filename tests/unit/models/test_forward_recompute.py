@@ -7,10 +7,9 @@ import torch
 
 from treadle.errors import ModelError
 from treadle.models.attention import PackedAttention
-from treadle.models.forward import head_of, hidden_states
+from treadle.models.forward import head_of, hidden_states, recompute_layers
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import load_model
-from treadle.models.recompute import recompute_layers
 
 LAYOUT = PackedLayout((Family(5, (3, 7)), Family(0, (6,))))
 NOISY = {

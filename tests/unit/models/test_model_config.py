@@ -6,10 +6,10 @@ import transformers
 
 from treadle.errors import ModelError
 from treadle.models.attention import PackedAttention
-from treadle.models.context import check_length, context_length, context_note
 from treadle.models.forward import head_of, hidden_states
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import load_model
+from treadle.models.model_config import check_length, context_length, context_note
 
 CPU = torch.device("cpu")
 SWITCH = 20

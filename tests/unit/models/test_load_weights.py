@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from treadle.errors import ModelError
-from treadle.models.load import load_model
+from treadle.models.load import check_finite, load_model
 from treadle.models.value import ValueModel, load_value_head, save_value_head
-from treadle.models.weight_checks import check_finite
 
 CPU = torch.device("cpu")
 

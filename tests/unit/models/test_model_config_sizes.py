@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from treadle.errors import ModelError
-from treadle.models.export import export_model, model_info
 from treadle.models.load import load_model
+from treadle.models.saving import export_model, model_info
 
 
 @pytest.fixture

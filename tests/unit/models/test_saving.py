@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from treadle.errors import ConfigError, ModelError
-from treadle.models.export import export_model, model_info
+from treadle.models.saving import export_model, model_info
 
 
 def weights_of(folder):
