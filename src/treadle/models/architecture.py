@@ -2,12 +2,12 @@
 
 The check runs a miniature of the model (miniature.py): a random model of the same config class with its features, small
 enough to build and run in a fraction of a second. Windows, chunks and switches of rotary factors lie within a few tokens,
-so one packed row is past all of them, which the real model would reach after thousands of tokens only. Short
-sequences lie beside long ones and share prefixes, and the packed forward and backward pass are compared with
-transformers' own, of each sequence alone. What is inexact is refused, whatever the cause: a window or a bias that
-is in the attention mask only, tokens mixed outside of attention, positions that depend on the row, a lost gradient.
+so one packed row exceeds all of them; the real model would need thousands of tokens. Short sequences lie beside long
+ones and share prefixes, and the packed forward and backward pass are compared with transformers' own, of each sequence
+alone. An inexact architecture is refused, whatever the cause: a window or a bias that is in the attention mask only,
+tokens mixed outside of attention, positions that depend on the row, a lost gradient.
 
-`treadle plan` comes to the same verdict as loading. With the weights loaded, `check_forward` compares once more.
+`treadle plan` runs the same check as loading. With the weights loaded, `check_forward` compares once more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Probe:
         return type(self.ours).__name__
 
     def freezes(self, name: str) -> bool:
-        """True if the architecture does not train the weight `name` of a model of any size."""
+        """Return True if the architecture does not train the weight `name`, in a model of any size."""
         return _kind_of(name) in {_kind_of(own) for own, p in self.own.named_parameters() if not p.requires_grad}
 
     def own_logits(self, tokens: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def token_gap(ours: Tensor, own: Tensor) -> float:
 
 @contextlib.contextmanager
 def _refusals(name: str, what: str) -> Iterator[None]:
-    """Say of everything that goes wrong which architecture it is, in one line; `what` is why, unless it is known."""
+    """Turn every error into a `ModelError` of one line that names the architecture; `what` is the default reason."""
     try:
         yield
     except ModelError as error:
@@ -131,7 +131,7 @@ def _probe(config: PretrainedConfig, *, fused: bool) -> Probe:
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Set every dropout to 0: the modules, and the rates that layers hand to a dropout function or skip a layer by."""
+    """Set every dropout to 0: that of modules, and rates that layers pass to a dropout function or skip a layer by."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -141,7 +141,7 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def _layout(longest: int) -> PackedLayout:
-    """A long sequence that shares its prefix with a short one, and two short ones beside it."""
+    """Return a long sequence that shares its prefix with a short one, and two short ones beside it."""
     half = longest // 2
     return PackedLayout((Family(half, (3, longest - half)), Family(0, (6,)), Family(9, ())))
 

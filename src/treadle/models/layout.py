@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """A packed row's families, and the index tensors attention needs to lay them side by side."""
+    """The families of a packed row, and the index tensors that attention needs to lay them side by side."""
 
     families: tuple[Family, ...]
     device: torch.device = torch.device("cpu")

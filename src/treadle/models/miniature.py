@@ -1,4 +1,4 @@
-"""A small random model with the features of a large one: what is done with tokens is checked on it, without weights.
+"""A small random model with the features of a large one, on which an architecture is checked without its weights.
 
 Sizes shrink: widths, heads, layers, experts, vocabulary. So does every length at which an architecture changes what it
 does (windows, chunks, the length at which rotary factors switch), so that a few dozen tokens are past all of them.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HEADS, HEAD_SIZE = 4, 16
 CONTEXT = 64
-"""Positions of a miniature, where a config limits them."""
+"""Positions of a miniature whose config limits them."""
 SWITCH = 24
 """Length at which rotary factors of a miniature switch."""
 WINDOW = 5
@@ -48,12 +48,12 @@ _RULES = (
     (r"hidden_size$|n_embd|d_model|emb(ed)?(ding)?_(dim|size)$|embed_proj_dim|lru_width", HEADS * HEAD_SIZE),
 )
 _FIXED = frozenset({HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, VOCABULARY})
-"""Sizes that fit each other, and are set even if the model's are smaller."""
+"""Sizes that fit each other; they are set even if the model's are smaller."""
 _LAYER_COUNTS = r"^n(um)?_(hidden_)?layers?$|^(encoder|decoder)_layers$|^num_(en|de)coder_layers$|^num_blocks$"
 _TOKENS = r"_(token_)?(id|ids|index|idx)$"
 _KEPT = r"cycles$|^seed$|^expand|_expand$|n_langs|num_codebooks|groups$|^hc_|ngram|altup|conv"
 _APART = frozenset({"model_type", "transformers_version", "rope_parameters", "per_layer_config"})
-"""Fields that are no size."""
+"""Fields that are not sizes."""
 
 
 def miniature(large: PretrainedConfig) -> PretrainedConfig:

@@ -18,7 +18,7 @@ class Trainable(Protocol):
     """Decides which tensors of a model are trained, published and saved. A name is that of the module's parameter."""
 
     def freeze(self, model: nn.Module, is_frozen: Callable[[str], bool]) -> None:
-        """Leave the weights with these names out of training; the others keep what they were."""
+        """Exclude the weights with these names from training; the others stay as they are."""
         ...
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -35,7 +35,7 @@ class Trainable(Protocol):
 
 
 class FullTraining:
-    """Trains, publishes and saves the weights of the model itself. Tied weights are one parameter with one name."""
+    """Training of the weights of the model itself. Tied weights are one parameter with one name."""
 
     def freeze(self, model: nn.Module, is_frozen: Callable[[str], bool]) -> None:
         for name, parameter in model.named_parameters():

@@ -35,21 +35,19 @@ class ValueModel(nn.Module):
         if output is not None and output.weight is not embeddings:
             # It never gets a gradient, so AdamW need not hold a state for it.
             unused = {id(parameter) for parameter in output.parameters()}
-            names = {name for name, parameter in model.named_parameters() if id(parameter) in unused}
-            FULL.freeze(model, names.__contains__)
-        width = embeddings.shape[1]
-        self.value_head = nn.Linear(width, 1, dtype=torch.float32, device=embeddings.device)
+            FULL.freeze(model, {name for name, p in model.named_parameters() if id(p) in unused}.__contains__)
+        self.value_head = nn.Linear(embeddings.shape[1], 1, dtype=torch.float32, device=embeddings.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def values(self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, rows: Tensor) -> Tensor:
-        """Value after each of the tokens at `rows` [K] of a packed row [N], float32 [K]."""
+        """Return the values after the tokens at `rows` [K] of a packed row [N], float32 [K]."""
         hidden = hidden_states(self.model, token_ids, position_ids, plan)
         return self.value_head(hidden.index_select(0, rows).float()).squeeze(1)
 
 
 def value_model_of(folder: Path) -> Callable[[PreTrainedModel], ValueModel]:
-    """Makes value models with the head that a folder holds, if it holds one; a model without memory stays so."""
+    """Return a function that makes value models with the head of a folder, if it has one and the model has memory."""
 
     def wrap(model: PreTrainedModel) -> ValueModel:
         value = ValueModel(model)
@@ -61,13 +59,13 @@ def value_model_of(folder: Path) -> Callable[[PreTrainedModel], ValueModel]:
 
 
 def load_value_head(model: ValueModel, folder: Path) -> None:
-    """Set the head to the one saved in a critic's folder; a folder without one leaves it new."""
+    """Load the head saved in a critic's folder; without one the head stays new."""
     if (folder / HEAD_FILE).is_file():
         model.value_head.load_state_dict(read_value_head(model, folder))
 
 
 def read_value_head(model: ValueModel, folder: Path) -> dict[str, Tensor]:
-    """The head saved in a critic's folder; raises `ModelError` where it is missing or another model's."""
+    """Return the head saved in a critic's folder; raise `ModelError` if it is missing or another model's."""
     file = folder / HEAD_FILE
     tensors = load_file(file) if file.is_file() else {}
     for name, param in model.value_head.named_parameters():

@@ -1,7 +1,7 @@
 """Attention of a packed row as a few large matmuls, with a backward pass of its own.
 
 Sequences of similar length lie side by side in dense blocks, with the heads of a key folded into rows. What a query
-attends to is a run of columns, so a *look* (some rows of all blocks of a kind at some columns of another) needs only
+attends to is a run of columns, so a *tile* (some rows of all blocks of a kind, and the columns they attend to) needs only
 the ends of each run as its mask. Prefixes attend to themselves. Suffixes attend to their prefix, all samples of it in
 one matmul, and to themselves; the two results are joined by the logs of their sums. Scores are computed again in the
 backward pass, piece by piece, so memory is linear in length.
@@ -37,11 +37,11 @@ PREFIX, SUFFIX = 0, 1
 
 
 @dataclass(frozen=True)
-class Look:
+class Tile:
     """Rows of some blocks that attend to columns of others. Row i attends to the columns in [low[i], high[i])."""
 
-    asks: int  # PREFIX or SUFFIX: whose queries
-    seen: int  # whose keys; all suffixes of a prefix are one block if they attend to it, else a block each
+    query_kind: int  # PREFIX or SUFFIX
+    key_kind: int  # all suffixes of a prefix are one block if they attend to it, else a block each
     blocks: slice
     rows: slice
     columns: slice
@@ -61,7 +61,7 @@ class Look:
         return len(self.low) * (self.columns.stop - self.columns.start)
 
     def pieces(self) -> Iterator[slice]:
-        """Yield the blocks that are computed together, counted from the first of the look."""
+        """Yield the blocks that are computed together, counted from the first of the tile."""
         count = self.blocks.stop - self.blocks.start
         return (slice(start, min(start + self.step, count)) for start in range(0, count, self.step))
 
@@ -73,14 +73,14 @@ class Pair:
     cells: Tensor
     parts: tuple[Tensor, Tensor]
 
-    def asked(self, look: Look) -> Tensor:
-        """Return the rows of a look [B, Q, D]."""
-        part = self.parts[look.asks]
-        return part.view(len(self.parts[look.seen]), -1, part.shape[-1])[look.blocks, look.rows]
+    def rows_of(self, tile: Tile) -> Tensor:
+        """Return the rows of a tile [B, Q, D]."""
+        part = self.parts[tile.query_kind]
+        return part.view(len(self.parts[tile.key_kind]), -1, part.shape[-1])[tile.blocks, tile.rows]
 
-    def seen(self, look: Look) -> Tensor:
-        """Return the columns of a look [B, L, D]."""
-        return self.parts[look.seen][look.blocks, look.columns]
+    def columns_of(self, tile: Tile) -> Tensor:
+        """Return the columns of a tile [B, L, D]."""
+        return self.parts[tile.key_kind][tile.blocks, tile.columns]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Grid:
     source: Tensor  # int64 [F·K·P + F·K·M·R]: which (token, key head) is in a cell, prefixes before suffixes
     padding: Tensor  # int64: the cells without a token
     cells: Tensor  # int64 [N·K]: the cell of each (token, key head)
-    looks: tuple[Look, ...]
+    tiles: tuple[Tile, ...]
     scratch: dict[torch.dtype, Tensor] = field(
         default_factory=dict
     )  # for `score_pair`; all pieces of all layers use it
@@ -116,7 +116,7 @@ class Grid:
     def score_pair(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return two uninitialised tensors of this shape, for the scores of a piece and for their gradients."""
         if dtype not in self.scratch:
-            most = max(look.step * look.scores for look in self.looks)
+            most = max(tile.step * tile.scores for tile in self.tiles)
             self.scratch[dtype] = torch.empty(2, most, dtype=dtype, device=self.source.device)
         return self.scratch[dtype][:, : math.prod(shape)].view(2, *shape)
 
@@ -145,13 +145,13 @@ def grid_of(layout: PackedLayout, heads: int, kv_heads: int, window: int | None,
         offset += families * kv_heads * size
     source.index_copy_(0, cells.flatten(), torch.arange(layout.num_tokens * kv_heads, device=device))
     padding = (source < 0).nonzero()[:, 0]
-    looks = tuple(_Looks(layout, heads // kv_heads, kv_heads, window, dtype).all())
-    return Grid((families, most, longest, width, kv_heads), source.clamp_(min=0), padding, cells.flatten(), looks)
+    tiles = tuple(_Tiles(layout, heads // kv_heads, kv_heads, window, dtype).all())
+    return Grid((families, most, longest, width, kv_heads), source.clamp_(min=0), padding, cells.flatten(), tiles)
 
 
 @dataclass(frozen=True)
-class _Looks:
-    """Makes the looks of a row; a token has `repeat` rows in a block."""
+class _Tiles:
+    """Makes the tiles of a row; a token has `repeat` rows in a block."""
 
     layout: PackedLayout
     repeat: int
@@ -159,7 +159,7 @@ class _Looks:
     window: int | None
     dtype: torch.dtype
 
-    def all(self) -> Iterator[Look]:
+    def all(self) -> Iterator[Tile]:
         families, most, prefix, suffix = self.layout.shape
         count = families * self.kv_heads
         for kind, length, blocks in ((PREFIX, prefix, count), (SUFFIX, suffix, count * most)):
@@ -172,8 +172,8 @@ class _Looks:
                 yield from self._at_prefixes(slice(start, end), length, most, suffix)
             start = end
 
-    def _at_themselves(self, kind: int, blocks: slice, length: int) -> Iterator[Look]:
-        """Yield the looks of sequences at themselves: some tokens each, at all that precedes the last of them."""
+    def _at_themselves(self, kind: int, blocks: slice, length: int) -> Iterator[Tile]:
+        """Yield the tiles of sequences at themselves: some tokens each, at all that precedes the last of them."""
         tokens, window = min(CAUSAL_TOKENS, length), self.window
         inside = self._positions(0, tokens).repeat_interleave(self.repeat)
         # Counted from the first of the tokens, the columns are the same wherever the tokens are: all use parts of one mask.
@@ -185,10 +185,10 @@ class _Looks:
             at = start + inside[: (end - start) * self.repeat]
             part = mask[: len(at), before - start + first : before - start + end]
             rows = slice(start * self.repeat, end * self.repeat)
-            yield Look(kind, kind, blocks, rows, slice(first, end), self._low(at), at + 1, part)
+            yield Tile(kind, kind, blocks, rows, slice(first, end), self._low(at), at + 1, part)
 
-    def _at_prefixes(self, blocks: slice, prefix: int, most: int, suffix: int) -> Iterator[Look]:
-        """Yield the looks of all suffixes of families at their prefixes, which are equally long."""
+    def _at_prefixes(self, blocks: slice, prefix: int, most: int, suffix: int) -> Iterator[Tile]:
+        """Yield the tiles of all suffixes of families at their prefixes, which are equally long."""
         at = prefix + self._positions(0, suffix).repeat_interleave(self.repeat).repeat(most)
         low, high = self._low(at), torch.full_like(at, prefix)
         step = max(1, CACHED_SCORES // prefix)
@@ -197,11 +197,11 @@ class _Looks:
             rows = slice(start, len(at) if whole else min(start + step, len(at)))
             ends, columns = (low[rows], high[rows]), self._positions(0, prefix)
             mask = self._mask(columns, *ends) if bool((ends[0] > 0).any()) else None
-            look = Look(SUFFIX, PREFIX, blocks, rows, slice(0, prefix), *ends, mask)
+            tile = Tile(SUFFIX, PREFIX, blocks, rows, slice(0, prefix), *ends, mask)
             if whole:
-                yield look
+                yield tile
             else:  # rows of one block lie together, parts of several do not
-                yield from (replace(look, blocks=slice(i, i + 1)) for i in range(blocks.start, blocks.stop))
+                yield from (replace(tile, blocks=slice(i, i + 1)) for i in range(blocks.start, blocks.stop))
 
     def _low(self, at: Tensor) -> Tensor:
         """Return the first position that each of these attends to."""
@@ -226,12 +226,12 @@ class BlockAttention(torch.autograd.Function):
         queries, keys, values = (grid.blocks(x) for x in (query, key, value))
         exact = torch.promote_types(query.dtype, torch.float32)
         outs, log_sums = grid.empty(query.shape[1], query.shape[2], query.dtype), grid.empty(query.shape[1], 1, exact)
-        for look in grid.looks:
-            asked, so_far, sum_so_far = (x.asked(look) for x in (queries, outs, log_sums))
-            for piece in look.pieces() if softcap is not None else [slice(None)]:
-                seen_keys, seen_values = (x.seen(look)[piece] for x in (keys, values))
-                out, log_sum = _attend(look, asked[piece], seen_keys, seen_values, scaling, softcap)
-                if look.asks == look.seen:
+        for tile in grid.tiles:
+            queried, so_far, sum_so_far = (x.rows_of(tile) for x in (queries, outs, log_sums))
+            for piece in tile.pieces() if softcap is not None else [slice(None)]:
+                some_keys, some_values = (x.columns_of(tile)[piece] for x in (keys, values))
+                out, log_sum = _attend(tile, queried[piece], some_keys, some_values, scaling, softcap)
+                if tile.query_kind == tile.key_kind:
                     so_far[piece].copy_(out)
                     sum_so_far[piece].copy_(log_sum)
                 else:
@@ -254,44 +254,42 @@ class BlockAttention(torch.autograd.Function):
         of_outs, alongs = (grid.blocks(x, no_padding=True) for x in (grad, along.view(*grad.shape[:2], 1)))
         of_queries = grid.empty(heads, dim, grad.dtype)
         of_keys, of_values = (grid.pair(torch.zeros_like(x.cells, dtype=exact), dim) for x in (keys, values))
-        for look in grid.looks:
+        for tile in grid.tiles:
             # Dense, because `bmm` on a CPU is slow if they are not.
-            asked = [x.asked(look).contiguous() for x in (queries, of_outs, log_sums, alongs)]
-            seen = [x.seen(look).contiguous() for x in (keys, values)]
-            written = of_queries.asked(look), of_keys.seen(look), of_values.seen(look)
-            for piece in look.pieces():
-                _gradients(look, [x[piece] for x in (*asked, *seen, *written)], grid, ctx.options)
+            by_row = [x.rows_of(tile).contiguous() for x in (queries, of_outs, log_sums, alongs)]
+            by_column = [x.columns_of(tile).contiguous() for x in (keys, values)]
+            written = of_queries.rows_of(tile), of_keys.columns_of(tile), of_values.columns_of(tile)
+            for piece in tile.pieces():
+                _gradients(tile, [x[piece] for x in (*by_row, *by_column, *written)], grid, ctx.options)
         found = zip((of_queries, of_keys, of_values), ctx.shapes, strict=True)
         return *(grid.row(x, shape).to(grad.dtype) for x, shape in found), None, None, None
 
 
 def _attend(
-    look: Look, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+    tile: Tile, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention of a look alone.
+    """Compute the attention of a tile alone.
 
     Returns:
         The output [B, Q, D] and the log of each row's sum [B, Q, 1]; 0 and `NOTHING` for rows that attend to nothing.
     """
     if softcap is None and query.device.type == "cpu":
-        asked, seen, content = (x.unsqueeze(1) for x in (query, key, value))
-        mask = None if look.mask is None else look.mask[None, None]
-        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            asked, seen, content, attn_mask=mask, scale=scaling
-        )
+        heads = [x.unsqueeze(1) for x in (query, key, value)]
+        mask = None if tile.mask is None else tile.mask[None, None]
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, attn_mask=mask, scale=scaling)
         out, log_sum = out.squeeze(1), log_sum.squeeze(1).unsqueeze(-1)
-        if look.mask is not None and look.asks != look.seen:
-            blind = (look.high <= look.low)[None, :, None]
+        if tile.mask is not None and tile.query_kind != tile.key_kind:
+            blind = (tile.high <= tile.low)[None, :, None]
             out, log_sum = out.masked_fill(blind, 0.0), log_sum.masked_fill(blind, NOTHING)
         return out, log_sum
     scores = torch.bmm(query, key.transpose(1, 2)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-    scores = scores if look.mask is None else scores + look.mask
+    scores = scores if tile.mask is None else scores + tile.mask
     log_sum = torch.logsumexp(scores, -1, keepdim=True).clamp_(min=NOTHING)
     return torch.bmm((scores - log_sum).exp_().to(value.dtype), value), log_sum
 
 
-def _gradients(look: Look, tensors: Sequence[Tensor], grid: Grid, options: tuple[float, float | None]) -> None:
+def _gradients(tile: Tile, tensors: Sequence[Tensor], grid: Grid, options: tuple[float, float | None]) -> None:
     """Compute the gradients of the queries, keys and values of some blocks.
 
     Args:
@@ -303,11 +301,11 @@ def _gradients(look: Look, tensors: Sequence[Tensor], grid: Grid, options: tuple
     shares, of_scores = grid.score_pair(len(query), query.shape[1], key.shape[1], dtype=query.dtype)
     torch.bmm(query, key.transpose(1, 2), out=shares)
     torch.bmm(of_out, value.transpose(1, 2), out=of_scores)
-    columns = torch.arange(look.columns.start, look.columns.stop, dtype=torch.float32, device=shares.device)
-    ends = (x.repeat(len(shares))[:, None] for x in (look.low, look.high))
+    columns = torch.arange(tile.columns.start, tile.columns.stop, dtype=torch.float32, device=shares.device)
+    ends = (x.repeat(len(shares))[:, None] for x in (tile.low, tile.high))
     known = torch.cat([log_sum.view(-1, 1), along.view(-1, 1), *ends], dim=1)
     _score_gradients(shares.flatten(0, 1), of_scores.flatten(0, 1), known, whole=(columns, *options))
-    if look.asks == look.seen:  # comes first
+    if tile.query_kind == tile.key_kind:  # comes first
         torch.bmm(of_scores, key, out=of_query)
     else:
         of_query.baddbmm_(of_scores, key)

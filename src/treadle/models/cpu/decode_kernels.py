@@ -1,8 +1,8 @@
-"""What an engine's decode step does besides its matmuls, compiled for this processor: norms, positions, gate, attention.
+"""Operations of an engine's decode step, compiled for this processor: norms, positions, gate, attention, sampling.
 
 For a few rows each of torch's operations costs more than its arithmetic, and attention takes twenty of them a layer;
-here each is one call of decode_kernels.cpp. Without GCC (library.py), or where a model's sizes don't fit, the caller gets
-None and uses torch's operations. Tests hold one against the other.
+here each is one call of decode_kernels.cpp. Without GCC (library.py), or if a model's sizes don't fit, the caller gets
+None and uses torch's operations. Tests compare the two.
 
 Axis letters: `N` rows, `D` hidden size, `F` units of the MLP, `H` query heads, `K` key/value heads, `Q` query heads per
 key/value head, `E` head size, `T` tokens.
@@ -30,49 +30,46 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 CHUNK = 32
 """Sizes are multiples of it."""
 MOST_ROWS = 8
-"""Up to as many rows, reading a layer's weights takes longer than computing with them; `project` and `finish` are for these."""
+"""Largest number of rows for `project` and `finish`: reading a layer's weights takes longer than computing with them."""
 DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 _Layer, _Decode = structure(SOURCE, "Layer"), structure(SOURCE, "Decode")
 
 
 class CpuKernels:
-    """The compiled functions, for tensors of one dtype in rows that are dense, unless a stride from row to row is allowed."""
+    """The compiled functions, for tensors of one dtype. Rows are dense, and so are tensors unless a method says otherwise."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
         self.library, self.dtype = library, dtype
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [N, D] with any stride, weight float32 [D] → `x · weight / √(mean(x²) + eps)` [N, D]."""
-        rows, size = x.shape
-        out = x.new_empty(rows, size)
+        """Return `x · weight / √(mean(x²) + eps)` [N, D] of x [N, D] with any stride and weight float32 [D]."""
+        out, (rows, size) = x.new_empty(x.shape), x.shape
         self.library.rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, size, x.stride(0), eps)
         return out
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
-        """Gate and up side by side [N, 2·F] → silu(gate) · up [N, F]."""
+        """Return silu(gate) · up [N, F] of both side by side [N, 2·F]."""
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
         self.library.silu_times(out.data_ptr(), gate_up.data_ptr(), rows, size)
         return out
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [N, H, E] with any stride from row to row; cos and sin [N, 1, E] as `signed_halves` gives them → [N, H, E]."""
-        out = x.new_empty(x.shape)
-        rows, heads, _ = x.shape
+        """Return x [N, H, E], of any stride from row to row, at the positions of `signed_halves` [N, 1, E]."""
+        out, (rows, heads, _) = x.new_empty(x.shape), x.shape
         self.library.rotate(out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, x.stride(0))
         return out
 
     def draw(self, logits: Tensor, temperature: Tensor, greedy: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, int]:
-        """One token a row by inverse CDF.
+        """Sample one token for each row by inverse CDF.
 
         Args:
-            logits: [N, V], dense.
-            temperature: float32 [N], more than 0, of greedy rows 1.
-            greedy: bool [N], rows that take the best token.
+            logits: [N, V].
+            temperature: float32 [N], positive; 1 for greedy rows.
+            greedy: bool [N], rows that take the most likely token.
             uniform: float64 [N] in [0, 1).
-
         Returns:
-            tokens int64 [N], their logprobs float32 [N], and how many rows are not finite.
+            Tokens int64 [N], their logprobs float32 [N], and the number of rows that are not finite.
         """
         rows, vocab = logits.shape
         tokens, logprobs = (logits.new_empty(rows, dtype=dtype) for dtype in (torch.int64, torch.float32))
@@ -81,7 +78,7 @@ class CpuKernels:
 
 
 class LayerKernel:
-    """A decoder layer of few rows, but for its attention, on the weights as they lie in its module."""
+    """A decoder layer without its attention, for a few rows, on the weights as they lie in its module."""
 
     def __init__(self, layer: KnownLayer, kernels: CpuKernels):
         self._library, dtype = kernels.library, kernels.dtype
@@ -99,20 +96,24 @@ class LayerKernel:
         self._address = ctypes.addressof(self._layer)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Norm, projections and positions of at most `MOST_ROWS` rows x [N, D]: queries, keys and values [N, H + 2·K, E]."""
+        """Apply norm, projections and positions to at most `MOST_ROWS` rows x [N, D].
+
+        Returns:
+            Queries, keys and values side by side, [N, H + 2·K, E].
+        """
         out = x.new_empty(len(x), self._heads, self._head_size)
         given = (y.data_ptr() for y in (x, cos, sin))
         self._library.project(out.data_ptr(), self._address, *given, len(x))
         return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention: x [N, D] and what was attended to [N, H, E] → the layer's output [N, D]."""
+        """Return the layer's output [N, D] of its input x [N, D] and the result of its attention [N, H, E]."""
         out, attended = x.new_empty(x.shape), attended.contiguous()
         self._library.finish(out.data_ptr(), self._address, x.data_ptr(), attended.data_ptr(), len(x))
         return out
 
     def _at(self, tensor: Tensor | None, dtype: torch.dtype) -> int | None:
-        """Where a tensor lies; it is kept from being freed."""
+        """Return the address of a tensor in this dtype, and keep it from being freed."""
         if tensor is None:
             return None
         self._kept.append(tensor.detach().to(dtype).contiguous())
@@ -120,7 +121,10 @@ class LayerKernel:
 
 
 class DecodeKernel:
-    """The attention of one decode step: row i's new token goes to `places[i]`, its prompt is `slots[i]`, of `prompt_lengths[slots[i]]` tokens."""
+    """The attention of one decode step.
+
+    The new token of row i is stored at `places[i]`; its prompt is `slots[i]`, of `prompt_lengths[slots[i]]` tokens.
+    """
 
     def __init__(self, kernels: CpuKernels, places: Tensor, slots: Tensor, prompt_lengths: Tensor):
         self._attend = kernels.library.attend
@@ -131,14 +135,16 @@ class DecodeKernel:
     def attend(
         self, new: tuple[Tensor, Tensor, Tensor], rows: Pair, prompts: Pair, layer: LayerAttention, known: Pair | None
     ) -> Tensor:
-        """Keep the new tokens' keys and values, then attend to prompt and row → [N, H, E].
+        """Store the new tokens' keys and values, then attend to prompt and row.
 
         Args:
             new: query [N, H, E], key and value [N, K, E], each with any stride from row to row.
             rows: keys and values [≥ N, K, T, E], written to.
             prompts: keys and values [slots, K, T, E].
-            known: what the prompts came to [N, H, E] and the log of the sum of their softmax, float32 [N, H], where that
+            known: the attention to the prompts [N, H, E] and the log of the sum of their softmax, float32 [N, H], if that
                 was computed before; the prompts are not read then.
+        Returns:
+            [N, H, E].
         """
         query, key, value = new
         out = query.new_empty(query.shape)
@@ -156,7 +162,7 @@ class DecodeKernel:
 
 
 def cpu_kernels(config: PretrainedConfig, dtype: torch.dtype) -> CpuKernels | None:
-    """The kernels for a model's sizes, or None where there is no compiler or a size does not fit."""
+    """Return the kernels for a model's sizes; None if there is no compiler or a size does not fit."""
     heads, (kv_heads, head_size) = config.num_attention_heads, kv_heads_of(config)
     fits = all(size % CHUNK == 0 for size in (head_size, config.hidden_size, config.intermediate_size))
     if not fits or dtype not in DTYPES or heads % kv_heads:
@@ -166,7 +172,7 @@ def cpu_kernels(config: PretrainedConfig, dtype: torch.dtype) -> CpuKernels | No
 
 @functools.cache
 def load_kernels(dtype: torch.dtype, heads_per_kv_head: int, head_size: int) -> CpuKernels | None:
-    """The kernels for a shape of heads, head_size a multiple of 32; compiled where the cache has none."""
+    """Return the kernels for a shape of heads, head_size a multiple of 32; compile them unless the cache has them."""
     types = {"DTYPE": DTYPES[dtype], "ITEM_SIZE": dtype.itemsize}
     library = load(SOURCE, {**types, "HEADS_PER_KV_HEAD": heads_per_kv_head, "HEAD_SIZE": head_size})
     return None if library is None else CpuKernels(library, dtype)

@@ -2,8 +2,8 @@
 
 On a CPU a training step spends as long moving activations through memory as in matmuls. Here queries, keys and values
 come from one matmul, and elementwise operations are one pass (compiled_formula.py). A module that is replaced keeps its
-parameters under the same names, so that checkpoints, sharding and the engine see no difference. It computes as before
-if it is called with something else.
+parameters under the same names, so that checkpoints, sharding and the engine stay the same. Other inputs than a packed
+row go to the module itself.
 
 Axis letters: `N` tokens, `D` hidden size, `F` units of the MLP, `H` heads, `E` head size.
 """
@@ -33,7 +33,7 @@ def _gate(hidden: Tensor, gated: Tensor, upped: Tensor) -> None:
 def _gate_gradients(
     hidden: Tensor, of_gated: Tensor, of_upped: Tensor, of_hidden: Tensor, gated: Tensor, upped: Tensor
 ) -> None:
-    """Gradients of gated and upped, and once more what they make."""
+    """Write the gradients of both, and their product again."""
     active = F.silu(gated)
     hidden.copy_(active * upped)
     of_upped.copy_(of_hidden * active)
@@ -63,7 +63,7 @@ class _GatedMLP(torch.autograd.Function):
 
 
 class _StackedLinear(torch.autograd.Function):
-    """Linear layers of the same input side by side: x [N, D], weights [O, D], biases [O] or none → [N, sum of O]."""
+    """Linear layers with the same input, side by side: x [N, D], weights [O, D], biases [O] or none → [N, sum of O]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *weights_and_biases: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _rotation(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary positions: x [N, H, E] · cos + (its halves swapped) · sin; cos and sin [N, 1, E] as `signed_halves` gives them."""
+    """Rotary positions: x [N, H, E] · cos + (its halves swapped) · sin, with cos and sin [N, 1, E] of `signed_halves`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,13 +111,13 @@ class _Rotation(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions as in `_Rotation`; a negated sine turns them back."""
+    """Apply rotary positions as `_Rotation` does; a negated sine is the inverse."""
     one, other = x.chunk(2, dim=-1)
     return torch.cat([other, one], dim=-1).mul_(sin).addcmul_(x, cos)
 
 
 def signed_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What `rotate` wants, [N, 1, E], of what transformers' rotary embedding gives, [1, N, E], halves alike: the first of sin negated."""
+    """Return cos and sin for `rotate`, [N, 1, E]: those of transformers, [1, N, E], with the first half of sin negated."""
     half = sin.shape[-1] // 2
     return cos[0, :, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[0, :, None]
 

@@ -20,7 +20,7 @@ from treadle.models.attention import AttentionPlan, PackedAttention
 from treadle.models.cpu.decode_kernels import MOST_ROWS, CpuKernels, LayerKernel, cpu_kernels
 from treadle.models.cpu.fused_layers import rotate, signed_halves
 from treadle.models.cpu.known_layer import KnownLayer, is_known, known_layers, split_heads
-from treadle.models.forward import Head, embeddings_of, head_of, hidden_states, mean_gap
+from treadle.models.forward import Head, embeddings_of, head_of, hidden_states, mean_gap, packed_logits
 from treadle.models.layout import Family, PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
 
@@ -72,15 +72,12 @@ def inference_model(model: PreTrainedModel, *, fused: bool) -> InferenceModel:
 @torch.no_grad()
 def _gap(fused: FusedInference) -> float:
     """Return the mean distance of the logits from the module's own: the larger one of a short row and a very short one."""
-    gaps, own = [], InferenceModel(fused.model)
+    gaps, model = [], fused.model
     fused.refresh()
     for layout in (PackedLayout((Family(6, (3, 4)),)), PackedLayout((Family(3, (2,)),))):
-        tokens = (torch.arange(1, layout.num_tokens + 1) * 7919) % embeddings_of(fused.model).shape[0]
-        ours, theirs = (
-            part.logits(part.hidden_states(tokens, layout.position_ids, PackedAttention(layout))).float()
-            for part in (fused, own)
-        )
-        gaps.append(mean_gap(ours, theirs))
+        tokens = (torch.arange(1, layout.num_tokens + 1) * 7919) % embeddings_of(model).shape[0]
+        hidden = fused.hidden_states(tokens, layout.position_ids, PackedAttention(layout))
+        gaps.append(mean_gap(fused.logits(hidden).float(), packed_logits(model, tokens, layout)))
     fused.release()
     return max(gaps)
 

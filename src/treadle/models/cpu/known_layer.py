@@ -17,11 +17,11 @@ from torch import Tensor
 from treadle.models.attention import PLAN_KEY, LayerAttention, LayerRecorder
 
 KNOWN_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Architectures whose layers are like this."""
+"""Architectures whose layers fit the description."""
 
 
 def is_known(config: Any) -> bool:
-    """Return True if the layers of a model with this config are like this."""
+    """Return True if the layers of a model with this config fit the description."""
     return config.model_type in KNOWN_MODEL_TYPES and config.hidden_act == "silu"
 
 

@@ -1,8 +1,8 @@
 """RMSNorm with a backward pass of its own.
 
-Hugging Face writes the norm as six operations, and autograd keeps and walks each; on a CPU that costs more than the
-attention. `FusedRMSNorm` computes the same in float32 and keeps only its input and one number a token. A norm that is
-replaced keeps its parameter, so names, checkpoints and sharding do not notice.
+Hugging Face writes the norm as six operations, and autograd saves the result of each; on a CPU that costs more than the
+attention. `FusedRMSNorm` computes the same in float32 and saves only its input and one number per token. A norm that is
+replaced keeps its parameter, so names, checkpoints and sharding stay the same.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from treadle.compiled_formula import OnePass
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x · weight / √(mean(x²) + eps)` over the last axis, float32 inside, rounded once; and what x is multiplied by, [..., 1]."""
-    exact = x.to(_exact(x.dtype))
+    """Return `x · weight / √(mean(x²) + eps)` over the last axis, and the factor on x, [..., 1].
+
+    Computed in float32 or the dtype of x, whichever is more precise, and rounded once.
+    """
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
     length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
     inverse = torch.rsqrt(length.square().div_(x.shape[-1]).add_(eps))
     return exact.mul(inverse).mul_(weight).to(x.dtype), inverse
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """What a norm is computed in: float32, or more."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class FusedRMSNorm(nn.Module):
@@ -52,7 +50,7 @@ def _norm(out: Tensor, inverse: Tensor, x: Tensor, weight: Tensor, eps: float) -
 
 @OnePass
 def _norm_gradients(of_x: Tensor, grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, of_weight: Tensor) -> None:
-    """Writes the gradient of x, adds to that of the weight; in the precision of `inverse`."""
+    """Write the gradient of x and add to that of the weight, in the precision of `inverse`."""
     normed, exact = x * inverse, grad.to(inverse.dtype)
     product = exact * normed
     along = (product * weight).sum(-1, keepdim=True).div_(x.shape[-1])
@@ -64,7 +62,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        out, inverse = torch.empty_like(flat), flat.new_empty(len(flat), 1, dtype=_exact(x.dtype))
+        exact = torch.promote_types(x.dtype, torch.float32)
+        out, inverse = torch.empty_like(flat), flat.new_empty(len(flat), 1, dtype=exact)
         _norm(out, inverse, flat, whole=(weight, eps))
         ctx.save_for_backward(flat, weight, inverse)
         return out.view(x.shape)
@@ -80,15 +79,15 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every norm that computes what `FusedRMSNorm` does, and return how many there were.
+    """Replace every norm that computes the same as `FusedRMSNorm`; return their number.
 
-    Which ones do is tried on random numbers, not read from a name: some architectures add 1 to the weight.
+    That is decided by computing with each, not by its name: some architectures add 1 to the weight.
     """
     replaced = 0
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
-            part: Any = norm
-            if _is_rms_norm(part):
+            if _is_rms_norm(norm):
+                part: Any = norm
                 setattr(parent, name, FusedRMSNorm(part.weight, part.variance_epsilon).train(part.training))
                 replaced += 1
     return replaced
@@ -96,9 +95,9 @@ def fuse_norms(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _is_rms_norm(norm: Any) -> bool:
-    """True where the module has one vector of weights and an epsilon, and normalises as RMSNorm does.
+    """Return True if the module has one vector of weights and an epsilon, and normalises as RMSNorm does.
 
-    Tried on a float32 copy on the CPU, for the module itself may have no memory yet.
+    A float32 copy on the CPU computes, because the module itself may have no memory yet.
     """
     if not hasattr(norm, "variance_epsilon") or [name for name, _ in norm.named_parameters()] != ["weight"]:
         return False

@@ -1,8 +1,8 @@
 // Softmax attention of a packed row, forward and backward, in bfloat16. packed_attention.py compiles and calls it.
 //
-// What one key/value head sees of a family is a unit: it is computed by one thread, in blocks of 32 rows (queries; the heads of
+// The part of a family for one key/value head is a unit: it is computed by one thread, in blocks of 32 rows (queries; the heads of
 // a key lie in rows) and 32 columns (keys). Scores live in cache only, and are made again in the backward pass (Dao et al.
-// 2022, "FlashAttention", arXiv 2205.14135). Columns that a row may not see are masked, blocks of them left out. A prompt's
+// 2022, "FlashAttention", arXiv 2205.14135). Columns that a row may not attend to are masked, blocks of them left out. A prompt's
 // columns are prepared once for all that continue it.
 //
 // Axis letters: N tokens, K key/value heads, Q query heads per key/value head, E head size.
@@ -71,7 +71,7 @@ struct Unit {
     panels = runs.back().panel + runs.back().panels();
   }
 
-  // What the rows of a run may see.
+  // The columns that the rows of a run may attend to.
   std::vector<Panel> seen_by(i64 run) const {
     std::vector<Panel> found;
     for (const Run* part : {&runs[0], &runs[run]}) {
@@ -265,7 +265,7 @@ struct Backward {
     for (i64 start = 0; start < (i64)panels.size(); start += PANELS) {
       const Panel* some = &panels[start];
       const i64 num_panels = std::min<i64>(PANELS, panels.size() - start);
-      i64 begin[PANELS], end[PANELS] = {};  // the blocks of rows that see a panel
+      i64 begin[PANELS], end[PANELS] = {};  // the blocks of rows that attend to a panel
       for (i64 b = 0; b < blocks; b++) {
         const Rows block{first + b * SIDE, std::min(SIDE, count - b * SIDE), run.position, unit.row.window};
         i64 low = num_panels, high = 0;
