@@ -1,8 +1,8 @@
 """Samples as tensors.
 
-A `Batch` is ragged: what is per token lies end to end, `lengths` says where each sample ends. Every field declares
-its role, and `select`, `concat` and `to` are generic over the roles, so a new field is one line and can't be lost
-on the way.
+A `Batch` is ragged: per-token fields of all samples lie end to end, and `lengths` holds the samples' lengths. Every field
+declares its role, and `select`, `concat` and `to` are generic over the roles, so a new field is one line and cannot be lost
+between stages.
 
 Axis letters: `S` samples, `T` tokens of all samples, `P` parts of the reward.
 """
@@ -26,7 +26,7 @@ MAX_TRAJECTORIES = 1 << 20
 
 
 class Role(StrEnum):
-    """What the first axis of a field counts."""
+    """The meaning of a field's first axis."""
 
     PER_TOKEN = "per_token"
     PER_SAMPLE = "per_sample"
@@ -46,7 +46,7 @@ def _per_sample(optional: bool = False) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What one optimizer step trains on; optional fields are None until something computes them."""
+    """Samples to train on; optional fields are None until they are computed."""
 
     lengths: Int[Tensor, " S"] = _per_sample()
     group_ids: Int[Tensor, " S"] = _per_sample()
@@ -73,22 +73,22 @@ class Batch:
 
     @property
     def offsets(self) -> Int[Tensor, " S"]:
-        """Where each sample begins in the per-token fields."""
+        """Index of each sample's first token in the per-token fields."""
         return torch.cumsum(self.lengths, 0) - self.lengths
 
     @property
     def sample_index(self) -> Int[Tensor, " T"]:
-        """Which sample each token belongs to."""
+        """Index of the sample to which each token belongs."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.lengths.device), self.lengths)
 
     @property
     def trained_lengths(self) -> Int[Tensor, " S"]:
-        """Trained tokens of each sample."""
+        """Number of trained tokens of each sample."""
         lengths = torch.zeros(len(self), dtype=torch.int64, device=self.lengths.device)
         return lengths.index_add_(0, self.sample_index, self.loss_mask.long())
 
     def select(self, indices: Sequence[int]) -> Batch:
-        """The samples at `indices`, in that order."""
+        """Return the samples at `indices`, in that order."""
         picked = torch.as_tensor(list(indices), dtype=torch.int64, device=self.lengths.device)
         lengths = self.lengths[picked]
         starts = torch.repeat_interleave(self.offsets[picked] - (torch.cumsum(lengths, 0) - lengths), lengths)
@@ -97,7 +97,7 @@ class Batch:
         return replace(self, **{name: value[chosen[role]] for name, role, value in self._present()})
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with every tensor on `device`."""
+        """Return the same batch with every tensor on `device`."""
         return replace(self, **{name: value.to(device) for name, _, value in self._present()})
 
     def _present(self) -> list[tuple[str, Role, Tensor]]:
@@ -106,7 +106,7 @@ class Batch:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """Join batches sample after sample; an optional field must be there in all of them or in none."""
+    """Concatenate batches along the samples; an optional field must be set in all of them or in none."""
     joined: dict[str, Tensor] = {}
     for item in fields(Batch):
         parts = [getattr(batch, item.name) for batch in batches]
@@ -118,9 +118,9 @@ def concat(batches: Sequence[Batch]) -> Batch:
 
 
 def batch_of(samples: Sequence[Sample], part_names: Sequence[str] = ()) -> Batch:
-    """Scored samples as one batch, in the order given; a sample without a reward is a mistake of ours.
+    """Return scored samples as one batch, in their order.
 
-    `part_names` are the rewards to keep apart, in the order of the columns; every sample must have all of them.
+    `part_names` are the reward parts to keep separately, in the order of the columns; every sample must have all of them.
     """
     assert all(sample.reward is not None for sample in samples), "a sample without a reward reached the trainer"
 

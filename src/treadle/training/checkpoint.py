@@ -1,4 +1,4 @@
-"""Checkpoints: one folder per save, written whole, then renamed.
+"""Checkpoints: one folder per save, written under another name and then renamed.
 
     <save>/rollout_000012/
         model/                 a Hugging Face folder with the float32 master weights
@@ -47,7 +47,7 @@ _FOLDER_NAME = re.compile(rf"{PREFIX}(\d{{6,}})", re.ASCII)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A sound checkpoint on disk. `rollout_id` is the first rollout that is still to do."""
+    """An undamaged checkpoint on disk. `rollout_id` is the first rollout that is not trained yet."""
 
     path: Path
     rollout_id: int
@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration of the run that saved; empty if it can't be read."""
+        """Configuration of the run that saved; empty if it can't be read."""
         try:
             return _read_object(self.path / "config.json")
         except ValueError:
@@ -72,7 +72,7 @@ class Checkpoint:
         return value
 
     def optimizer_tensors(self) -> TensorFiles:
-        """AdamW's state, in one file or several; tensors are read as they are asked for."""
+        """Return AdamW's state, from one file or several; each tensor is read when it is used."""
         return TensorFiles(self.path, "optimizer")
 
 
@@ -131,7 +131,7 @@ def save_checkpoint(
 
 @contextmanager
 def staged_part(folder: Path, name: str) -> Iterator[Path]:
-    """A place in a save folder for a part of a checkpoint that is written before the rest of it and moved there.
+    """Yield a path in a save folder for a part of a checkpoint that is written before the rest and moved into it later.
 
     Yields a path that does not exist yet. Raises `CheckpointError` as `save_checkpoint` does. Parts that nobody moved
     are removed by the next one.
@@ -151,7 +151,7 @@ def staged_part(folder: Path, name: str) -> Iterator[Path]:
 
 
 def _unwritten(error: Exception, folder: Path) -> CheckpointError | None:
-    """What says that a file could not be written, as an error of ours; None for any other error."""
+    """Return an error that a file could not be written as a `CheckpointError`; None for any other error."""
     if isinstance(error, OSError) or "safetensor" in type(error).__name__.lower():
         return CheckpointError(
             f"can't save a checkpoint in {str(folder)!r}: {error}; free space or choose another --save, earlier checkpoints are untouched"

@@ -1,4 +1,4 @@
-"""What is done to the rewards of a rollout before advantages are made of them; logs keep the raw ones."""
+"""Scale, clip and normalise the rewards of a rollout before advantages are computed; logs keep the raw rewards."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def condition_rewards(
     moments: RunningMoments,
     trajectory_ids: Int64[Tensor, " S"] | None = None,
 ) -> tuple[Float[Tensor, " S"], RunningMoments]:
-    """`clip(scale · r + bias, low, high)`, then normalised by the moments of all such rewards so far, these included.
+    """Return `clip(scale · r + bias, low, high)`, normalised by the moments of all such rewards so far, if configured.
 
     Samples of one trajectory carry the same reward, which counts once in the moments. Returns the rewards and the new
-    moments (the old ones where nothing is normalised).
+    moments (the old ones if nothing is normalised).
     """
     scaled = rewards * section.reward_scale + section.reward_bias
     clipped = clip_rewards(scaled, section.reward_clip_low, section.reward_clip_high)
@@ -30,7 +30,7 @@ def condition_rewards(
 
 
 def _firsts(ids: Int64[Tensor, " S"]) -> Bool[Tensor, " S"]:
-    """True on the first sample of each trajectory.
+    """Return True at the first sample of each trajectory.
 
     >>> _firsts(torch.tensor([7, 3, 7])).tolist()
     [True, True, False]

@@ -1,4 +1,4 @@
-"""The factor on each token's policy loss: what corrects for the engine, and which tokens are left out."""
+"""The factor on each token's policy loss: the rollout correction, and 0 for tokens that are left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treadle.training.ranks import ALONE, Ranks
 
 
 def correction_settings(section: AlgorithmSection) -> CorrectionSettings | None:
-    """The named correction with the numbers given; None where none is asked for.
+    """Return the configured correction with the configured numbers; None if there is none.
 
     Raises `ConfigError` for an unknown name, or a bound that is on the wrong side of the other, usual one.
     """
@@ -47,9 +47,9 @@ def correction_settings(section: AlgorithmSection) -> CorrectionSettings | None:
 def loss_factor(
     section: AlgorithmSection, settings: CorrectionSettings | None, batch: Batch, ranks: Ranks = ALONE
 ) -> Float[Tensor, " T"] | None:
-    """Factor of each token, of a rank's share of a rollout; None where nothing changes the policy loss.
+    """Return the factor of each token of a rank's share of a rollout; None if no factor is configured.
 
-    The correction's weight, and 0 on tokens that m2po drops or that are left out for their low entropy.
+    It is the correction's weight, and 0 for tokens that m2po drops or that have a low entropy.
     """
     factors: list[Tensor] = []
     if settings is not None:

@@ -51,11 +51,11 @@ class Critic:
             recompute_layers(self.model.model)
 
     def plan(self, batch: Batch, steps: Sequence[Sequence[int]]) -> Passes:
-        """Split the samples of a rollout's steps, all of which the critic trains; every rank does so at the same time."""
+        """Split the samples of a rollout's steps, all of which train the critic; every rank calls this at the same time."""
         return self.micro_batches.plan(batch, steps)
 
     def values(self, batch: Batch, passes: Passes) -> Tensor:
-        """Value of the state before each trained token, float32 [T], 0 at the others."""
+        """Return the value of the state before each trained token, float32 [T], 0 at the others."""
         found = self.micro_batches.per_token(batch, passes.all, lambda packed: [self._values(packed)])
         self.parallel.free_gathered()
         return found[0]
@@ -65,12 +65,12 @@ class Critic:
         return self.parallel(_values_of, packed.token_ids, packed.layout.position_ids, plan, packed.predictors)
 
     def train(self, batch: Batch, passes: Passes) -> list[Metric]:
-        """The optimizer steps of a rollout; this rank's metrics."""
+        """Take the optimizer steps of a rollout; return this rank's metrics."""
         metrics = [m for micro_batches in passes.steps for m in self.step(batch, micro_batches)]
         return metrics if self.parallel.grid.reports else []
 
     def step(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> list[Metric]:
-        """One optimizer step on micro-batches of the batch, which has values, returns and loss weights."""
+        """Take one optimizer step on micro-batches of the batch, which has values, returns and loss weights."""
         metrics: list[Metric] = []
         loss = 0.0
         for micro_batch, is_last in with_last(micro_batches):
@@ -104,7 +104,7 @@ class Critic:
         ]
 
     def tensors(self) -> list[Tensor]:
-        """All it holds between rollouts: weights, masters, AdamW's state."""
+        """Return everything it holds between rollouts: weights, masters, AdamW's state."""
         return [local_part(p.detach()) for p in self.model.parameters()] + list(self.optimizer.tensors())
 
     # Checkpoints
@@ -140,7 +140,7 @@ class Critic:
 
 
 def _values_of(model: ValueModel, *args: Any) -> Tensor:
-    """A copy, for FSDP hooks on what a forward pass returns, and warns of views."""
+    """Return a copy of the values: FSDP registers hooks on the result of a forward pass and warns about views."""
     return model.values(*args).clone()
 
 

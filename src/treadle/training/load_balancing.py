@@ -28,7 +28,7 @@ SEARCH_STEPS = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """What samples cost: `shared` tokens of a group's prompt, `own` tokens of a sample, `groups` which is whose."""
+    """The cost of samples: `shared` tokens of each group's prompt, `own` tokens of each sample, and each sample's group in `groups`."""
 
     groups: Int[np.ndarray, " S"]  # index into `shared`
     shared: Int[np.ndarray, " G"]
@@ -61,7 +61,7 @@ class _Measure:
         return _Unit(group, samples, self.heads[group] + sum([self.parts[i] for i in samples]))
 
     def of(self, units: list[_Unit]) -> float:
-        """Of units fed together: a prompt counts once however many of them have it."""
+        """Return the size of units that are fed together; a prompt that they share counts once."""
         heads = sum([self.heads[group] for group in {unit.group for unit in units}])
         return heads + sum([self.parts[i] for unit in units for i in unit.samples])
 
@@ -131,7 +131,7 @@ def _rank_plan(micro_batches: list[list[_Unit]], tokens: _Measure) -> RankPlan:
 
 
 def _whole_groups(work: Workload) -> list[_Unit]:
-    """Every group that has samples, in an order that depends on sizes alone."""
+    """Return every group that has samples, in an order that depends on sizes only."""
     if not len(work.groups):
         return []
     order = np.lexsort((-work.own, work.groups))
@@ -150,7 +150,7 @@ def _whole_groups(work: Workload) -> list[_Unit]:
 
 
 def _cut(unit: _Unit, limit: float, tokens: _Measure) -> list[_Unit]:
-    """The unit, or pieces of it that fit into a micro-batch, samples of like length together."""
+    """Return the unit, or pieces of it that fit into a micro-batch, with samples of similar length together."""
     if unit.size <= limit or len(unit.samples) == 1:
         return [unit]
     pieces: list[list[int]] = []
@@ -165,7 +165,7 @@ def _cut(unit: _Unit, limit: float, tokens: _Measure) -> list[_Unit]:
 
 
 def _join(units: list[_Unit], max_tokens: int, tokens: _Measure, cost: _Measure) -> list[_Unit]:
-    """Units of the same group made one where that fits into a micro-batch; sizes are costs."""
+    """Join units of the same group if the result fits into a micro-batch; sizes are costs."""
     if len({unit.group for unit in units}) == len(units):
         return units
     joined: list[_Unit] = []
@@ -182,7 +182,7 @@ def _join(units: list[_Unit], max_tokens: int, tokens: _Measure, cost: _Measure)
 
 
 def _dealt(unit: _Unit, num_pieces: int, measure: _Measure) -> list[_Unit]:
-    """A unit's samples dealt out like cards, so that the pieces are about equal."""
+    """Deal a unit's samples round-robin, so that the pieces are about equal."""
     pieces = min(num_pieces, len(unit.samples))
     return [unit] if pieces == 1 else [measure.unit(unit.group, unit.samples[at::pieces]) for at in range(pieces)]
 
@@ -390,7 +390,7 @@ def _similar_micro_batches(units: list[_Unit], max_tokens: int, measure: _Measur
 
 
 def _runs(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    """Fill runs one after the other up to the limit."""
+    """Fill runs one after another up to the limit."""
     runs: list[list[_Unit]] = []
     room = 0.0
     for unit in units:

@@ -1,8 +1,8 @@
 """Splitting a rollout into packed micro-batches, and running something over all of them.
 
 In bfloat16 a token's numbers depend on the row it is computed in: a matmul rounds differently for another number of
-rows, and formulas are compiled from some size on. So a rollout is split once, and whatever is compared (a logprob now
-and before, policy and reference, a value now and before) is computed in the same rows.
+rows, and formulas are compiled from some size on. A rollout is therefore split once, and numbers that are compared (old and new
+logprobs, policy and reference, old and new values) are computed in the same rows.
 
 Axis letters: `K` trained tokens of a micro-batch, `T` tokens of a batch.
 """
@@ -28,10 +28,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Samples that are computed together; none where other ranks wait for this one, which then runs an empty row.
+    """Samples that are computed together; none if the rank runs an empty row to keep in step with other ranks.
 
-    `samples` are their indices in the batch that was split, `row` is how they lie (on the CPU), `places` says where
-    each trained token of the row is in that batch.
+    `samples` are their indices in the batch that was split, `row` is the packed row (on the CPU), and `places` are the indices
+    of the row's trained tokens in that batch.
     """
 
     samples: tuple[int, ...]
@@ -48,16 +48,16 @@ class Passes:
 
     @property
     def all(self) -> tuple[MicroBatch, ...]:
-        """Every micro-batch, those of the first step first."""
+        """All micro-batches, those of the first step first."""
         return (*chain.from_iterable(self.steps), *self.rest)
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How the run splits a rank's batches, and the device they are computed on.
+    """Splits a rank's batches as configured, for the device on which they are computed.
 
-    Ranks that share a model run as many passes as the one with most: a rank with less to do ends with empty ones.
-    Every rank must split its share at the same time.
+    Ranks that share a model run as many passes as the rank with the most; a rank with fewer micro-batches runs empty rows at
+    the end. Every rank must split its share at the same time.
     """
 
     section: TrainSection
@@ -65,14 +65,14 @@ class MicroBatches:
     ranks: Ranks = ALONE
 
     def plan(self, batch: Batch, steps: Sequence[Sequence[int]], *, with_rest: bool = False) -> Passes:
-        """Split the samples of each step, and if asked for those that no step has."""
+        """Split the samples of each step and, with `with_rest`, the samples that are in no step."""
         rest: tuple[MicroBatch, ...] = ()
         if with_rest:
             rest = self.split(batch, sorted(set(range(len(batch))).difference(*steps)))
         return Passes(tuple(self.split(batch, indices) for indices in steps), rest)
 
     def split(self, batch: Batch, indices: Sequence[int]) -> tuple[MicroBatch, ...]:
-        """Split the samples at `indices`. A micro-batch without a trained token is left out, unless ranks wait for it."""
+        """Split the samples at `indices`. A micro-batch without a trained token is left out, unless other ranks need the pass."""
         part = batch.select(indices)
         plan = self._plan(part, 0)
         count = self.ranks.max(len(plan))
@@ -120,7 +120,7 @@ class MicroBatches:
 
 
 def with_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Each item, and True with the last one.
+    """Yield each item with True for the last one.
 
     >>> list(with_last("ab"))
     [('a', False), ('b', True)]

@@ -1,4 +1,4 @@
-"""What the configured algorithm computes: advantages, token weights, policy loss and KL, and what they must be given."""
+"""The configured algorithm: advantages, token weights, policy loss and KL, and the inputs that they need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from treadle.training.ranks import ALONE, Ranks
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an algorithm reads beside the current logprobs and the rewards; the trainer computes nothing else.
+    """The inputs of an algorithm beside the current logprobs and the rewards; the trainer computes nothing else.
 
     `prior_logprobs` and `prior_entropy` are those of the policy before the first step of a rollout.
     """
@@ -75,7 +75,7 @@ class Objective:
 
     @property
     def only_advantages(self) -> bool:
-        """True where a sample without advantage adds nothing to the loss: no entropy, no KL, no loss of the user's."""
+        """True if a sample with zero advantage adds nothing to the loss: no entropy, no KL, no loss of the user's own."""
         own_loss = self.section.custom_loss_path is not None
         return self.entropy_coef == 0 and self.kl_loss_coef == 0 and not own_loss
 
@@ -95,11 +95,11 @@ class Objective:
         return replace(self, kl_weight=weight)
 
     def correction(self, batch: Batch, ranks: Ranks = ALONE) -> Float[Tensor, " T"] | None:
-        """Factor on the policy loss of each token, of this rank's share of a rollout; None where nothing changes it."""
+        """Return the factor on each token's policy loss for this rank's share of a rollout; None if there is none."""
         return loss_factor(self.section, self.corrections, batch, ranks)
 
     def rewards(self, batch: Batch) -> Float[Tensor, " S"]:
-        """The rewards advantages are made of: those of the batch, less the penalty of an overlong response."""
+        """Return the rewards from which advantages are computed: those of the batch minus the overlong penalty."""
         buffer = self.section.overlong_buffer_len
         if buffer is None:
             return batch.rewards
@@ -108,7 +108,7 @@ class Objective:
 
     @property
     def zero_reward_is_zero_advantage(self) -> bool:
-        """True where a sample whose shaped reward is 0 has no advantage, whatever the models say of its tokens."""
+        """True if a shaped reward of 0 means an advantage of 0, whatever the models compute for the sample's tokens."""
         whitens = self.section.normalize_advantages or self.estimator.whitens
         return self.estimator.spread is broadcast and not whitens and not self.needs.teacher_logprobs
 
@@ -164,7 +164,7 @@ class Objective:
         )
 
     def loss_weights(self, batch: Batch, global_batch_size: int) -> Float[Tensor, " T"]:
-        """Weight of each token in the loss of one optimizer step; `batch` is the whole step."""
+        """Return each token's weight in the loss of one optimizer step, float32 [T]; `batch` is the whole step."""
         section = self.section
         mode = Mode.PER_SAMPLE
         if section.calculate_per_token_loss:
@@ -190,7 +190,7 @@ class Objective:
         num_samples: int,
         rollout_logprobs: Tensor | None = None,
     ) -> PolicyLoss:
-        """Policy loss per trained token; some losses read the rollout policy's logprobs."""
+        """Return the policy loss of each trained token; some losses read the rollout policy's logprobs."""
         section = self.section
         inputs = PolicyLossInputs(
             logprobs,
@@ -209,13 +209,13 @@ class Objective:
         return replace(result, loss=result.loss * opsm_mask(inputs, section.opsm_delta))
 
     def kl(self, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-        """KL per trained token by the configured estimator, with gradient."""
+        """Return the KL of each trained token by the configured estimator, with gradient."""
         old = old_logprobs if self.section.use_unbiased_kl else None
         return kl_per_token(self.section.kl_loss_type, logprobs, ref_logprobs, old)
 
     @staticmethod
     def measured_kl(logprobs: Tensor, other: Tensor) -> Tensor:
-        """KL per trained token for the log: always k3."""
+        """Return the KL of each trained token for the log, always by the k3 estimator."""
         return k3(logprobs, other)
 
 

@@ -47,12 +47,12 @@ class ParallelSpec:
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that train different samples."""
+        """Number of ranks that train on different samples."""
         return self.num_ranks // self.tensor
 
     @classmethod
     def of(cls, config: Config, num_ranks: int) -> ParallelSpec:
-        """The configured grid over this many ranks; raises `ConfigError` where it does not come out even."""
+        """Return the configured grid over this many ranks; raises `ConfigError` if they do not divide evenly."""
         section = config.parallel
         replicate, tensor = section.fsdp_replicate_size, section.tensor_parallel_size
         if num_ranks % (replicate * tensor):
@@ -83,23 +83,23 @@ class Grid:
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The mesh FSDP shards over: one axis, or two with replicas."""
+        """The mesh over which FSDP shards: one axis, or two with replicas."""
         assert self.mesh is not None
         return self.mesh["replicate", "shard"] if self.spec.replicate > 1 else self.mesh["shard"]
 
     @property
     def reports(self) -> bool:
-        """True on one rank of those that see the same samples: what it measured counts."""
+        """True on one of the ranks with the same samples: its metrics count."""
         return self.neighbours.rank == 0
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that speaks for all."""
+        """True on the first rank, which reports for all."""
         return self.world.rank == 0
 
 
 def alone(device: torch.device) -> Grid:
-    """The grid of one process."""
+    """Return the grid of one process."""
     return Grid(ParallelSpec(), device)
 
 
@@ -137,7 +137,7 @@ class ParallelModel(nn.Module):
         self.summed: frozenset[str] = frozenset()  # weights whose gradients the neighbours must add up
 
     def forward(self, function: Callable[..., Result], *args: Any) -> Result:
-        """`function(model, *args)`; tensors in its result may be differentiated."""
+        """Return `function(model, *args)`; tensors in its result may be differentiated."""
         return function(self.model, *args)
 
     @property
@@ -146,24 +146,24 @@ class ParallelModel(nn.Module):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that train on other samples."""
+        """The ranks that train on different samples."""
         return self.grid.data
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Backward pass of one micro-batch; ranks exchange gradients after the last one of a step, or after each."""
+        """Run the backward pass of one micro-batch; ranks reduce gradients after the last one of a step, or after each."""
         if isinstance(self, FSDPModule):
             self.set_is_last_backward(is_last)
             self.set_requires_gradient_sync(is_last or self.grid.spec.sync_every_micro_batch)
         loss.backward()
 
     def free_gathered(self) -> None:
-        """Drop weights that a forward pass gathered and no backward pass frees."""
+        """Free weights that a forward pass gathered and no backward pass frees."""
         if isinstance(self, FSDPModule):
             self.reshard()
 
 
 def as_parallel(model: nn.Module) -> ParallelModel:
-    """The model itself where ranks hold it, else the whole model of one process."""
+    """Return a model as a `ParallelModel`; one that is none is the full model of one process."""
     if isinstance(model, ParallelModel):
         return model
     return ParallelModel(model, alone(next(model.parameters()).device))
@@ -233,7 +233,7 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
 
 
 def gathered(part: Tensor, like: Tensor, device: torch.device) -> Tensor:
-    """The whole tensor of which every rank has a part laid out as the parameter `like`; every rank calls this."""
+    """Return the full tensor of which every rank has a part, laid out as the parameter `like`; every rank calls this."""
     whole = part.to(device) if isinstance(like, DTensor) else part
     for cut in reversed(_cuts(like)):
         shape = list(whole.shape)
@@ -247,13 +247,13 @@ def gathered(part: Tensor, like: Tensor, device: torch.device) -> Tensor:
 
 
 def is_split(param: Tensor) -> bool:
-    """True where tensor-parallel neighbours have different parts of the parameter, not copies of the same."""
+    """Return True if tensor-parallel neighbours have different parts of the parameter, not copies."""
     return any(cut.axis == "tensor" for cut in _cuts(param))
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """One axis of the grid that a parameter is cut along: into `count` pieces of `step`, the last ones short."""
+    """A cut of a parameter along one axis of the grid, into `count` pieces of `step` rows; the last ones may be shorter."""
 
     axis: str
     dim: int
@@ -268,7 +268,7 @@ class _Cut:
 
 
 def _cuts(param: Tensor) -> list[_Cut]:
-    """How a parameter is cut; FSDP shards what tensor parallelism left."""
+    """Return how a parameter is cut; FSDP shards the part that tensor parallelism left."""
     if not isinstance(param, DTensor):
         return []
     mesh, shape = param.device_mesh, list(param.shape)

@@ -1,4 +1,4 @@
-"""One micro-batch: from packed tokens to a loss, and what it says about the policy.
+"""One micro-batch: from packed tokens to a loss and its metrics.
 
 Axis letters: `K` trained tokens of the micro-batch, `T` all its tokens.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchResult:
-    """The loss of a micro-batch (its share of the step's loss) and the per-token numbers it was made of."""
+    """The loss of a micro-batch (its share of the step's loss) and the per-token numbers behind it."""
 
     loss: Tensor
     policy_loss: float
@@ -69,14 +69,14 @@ def _logprobs(
 
 
 def empty_loss(model: nn.Module, packed: PackedBatch, backend: Backend) -> Tensor:
-    """A loss of 0 that goes through the whole model: the pass of a row without trained tokens."""
+    """Return a loss of 0 that depends on the whole model: the pass of a row without trained tokens."""
     return packed_scores(model, packed, backend)[0].sum()
 
 
 def micro_batch_loss(
     model: nn.Module, packed: PackedBatch, batch: Batch, objective: Objective, backend: Backend
 ) -> MicroBatchResult:
-    """Forward pass and loss; `batch` holds what belongs to `packed`, on the same device."""
+    """Run the forward pass and compute the loss; `batch` holds the samples of `packed`, on the same device."""
     logprobs, entropy = as_parallel(model)(_logprobs, packed, backend, objective.entropy_coef != 0)
     assert batch.advantages is not None
     assert batch.loss_weights is not None
@@ -113,7 +113,7 @@ def micro_batch_loss(
 
 
 def micro_batch_metrics(result: MicroBatchResult) -> list[Metric]:
-    """Means over the trained tokens of the micro-batch, weighted so that micro-batches join exactly."""
+    """Return means over the trained tokens, weighted so that the means of micro-batches combine exactly."""
     count = result.ratio.shape[0]
 
     def mean(name: str, values: Tensor) -> Metric:

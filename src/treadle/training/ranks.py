@@ -1,6 +1,6 @@
-"""The processes that train together: joining them, and the few sums that need all of them.
+"""The processes that train together: joining them, and the few collectives that they need.
 
-Every wait has the deadline of the group; a rank that stops answering ends the others with a `RankError`.
+Every wait has the deadline of the group; if a rank stops answering, the others end with a `RankError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOST = ("gloo", "nccl", "timed out", "connection closed", "connection reset", "
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """This process among those that share the samples of a rollout; alone by default.
+    """This process among the ranks that share the samples of a rollout; alone by default.
 
     Tensors go through `device`, where the group exchanges them, and come back to where they were.
     """
@@ -42,15 +42,15 @@ class Ranks:
         return self.group is None
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks; a new tensor unless this rank is alone."""
+        """Return the sum over all ranks; a new tensor unless this rank is alone."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def max(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
+        """Return the largest of the ranks' numbers."""
         return number if self.is_alone else int(self._reduced(torch.tensor([number]), dist.ReduceOp.MAX))
 
     def gather(self, values: Tensor) -> Tensor:
-        """The ranks' vectors, of any lengths, one after the other in the order of the ranks."""
+        """Return the ranks' vectors, of any lengths, concatenated in the order of the ranks."""
         if self.is_alone:
             return values
         lengths = self.sum(torch.nn.functional.one_hot(torch.tensor(self.rank), self.size) * values.numel()).tolist()
@@ -111,14 +111,14 @@ def _store(rank: int, size: int, at: Path | int, address: str, timeout: timedelt
 
 
 def leave_ranks() -> None:
-    """Leave the process group; nothing where none was joined."""
+    """Leave the process group, if one was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
 def lost_ranks_are_named(doing: str, rank: int, size: int) -> Iterator[None]:
-    """Turn what torch raises when a rank is lost or late into one line that says what was going on."""
+    """Turn the error that torch raises if a rank died or is late into one line that says what was being done."""
     try:
         yield
     except RankError:

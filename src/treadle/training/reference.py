@@ -1,4 +1,4 @@
-"""The reference model that KL is measured against: fixed, refreshed now and then, or a moving average of the policy."""
+"""The reference model of the KL: fixed, refreshed at an interval, or a moving average of the policy."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STEM = "reference"
 
 @contextmanager
 def lent_to(device: torch.device, model: ParallelModel) -> Iterator[ParallelModel]:
-    """The model on this device; back in host memory afterwards, where the device has a memory of its own.
+    """Move the model to this device, and back to host memory afterwards if the device is a GPU.
 
-    The shards of a frozen model stay in host memory: its layers are brought to the device one by one.
+    The shards of a frozen model stay in host memory; its layers are loaded one by one.
     """
     if model.is_sharded:
         yield model
@@ -40,9 +40,9 @@ def lent_to(device: torch.device, model: ParallelModel) -> Iterator[ParallelMode
 
 
 class Reference:
-    """A frozen model, and when it follows the policy.
+    """A frozen model, and its updates from the policy.
 
-    With a moving average the weights are kept in float32 beside the model, for in bfloat16 small steps would be lost.
+    A moving average is kept in float32 beside the model, because bfloat16 would lose small steps.
     """
 
     def __init__(self, model: PreTrainedModel | ParallelModel, section: AlgorithmSection):
@@ -54,12 +54,12 @@ class Reference:
             self._weights = {name: p.float().clone() for name, p in self._parts()}
 
     def _parts(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each weight."""
+        """Return this rank's part of each weight."""
         return ((name, local_part(p.detach())) for name, p in self.model.named_parameters())
 
     @property
     def moves(self) -> bool:
-        """True where the reference changes over the run, so that a checkpoint must hold it."""
+        """True if the reference changes during the run, so that a checkpoint must hold it."""
         return self.interval is not None or self.decay is not None
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class Reference:
                 param.copy_(policy[name])
 
     def write(self, folder: Path) -> None:
-        """Write the weights into a checkpoint that is being made, where they move; all ranks call this."""
+        """Write the weights into a checkpoint folder, if they change; all ranks call this."""
         if not self.moves:
             return
         weights = self._weights or dict(self._parts())
@@ -93,7 +93,7 @@ class Reference:
 
     @torch.no_grad()
     def load(self, checkpoint: Checkpoint) -> None:
-        """Set the weights a checkpoint holds; one that holds none leaves the reference as it is."""
+        """Load the weights from a checkpoint, if it holds any."""
         saved = TensorFiles(checkpoint.path, STEM)
         if not self.moves or not saved:
             return

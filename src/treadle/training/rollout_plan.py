@@ -1,7 +1,7 @@
-"""From groups of samples to what each rank trains on: everything that needs whole groups, and no model.
+"""From groups of samples to each rank's share: everything that needs whole groups and no model.
 
-The driver plans; a `RankShare` is all that a rank receives of a rollout. Rewards are compared within groups and weights of
-the loss get their denominators here, so a group's samples may then go to different ranks.
+The driver plans; a rank receives a `RankShare`. Rewards are compared within groups here, and loss weights get their
+denominators, so that a group's samples may go to different ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from treadle.types import Group, Sample, Status
 
 @dataclass(frozen=True, eq=False)
 class RankShare:
-    """One rank's part of a rollout: tensors and numbers only, so it travels.
+    """One rank's part of a rollout: tensors and numbers only, so that it can be sent to another process.
 
     `batch` holds the rank's samples in the order of the rollout, with shaped rewards and weights in the loss.
     `steps[k]` are the indices of those that optimizer step k has, `trained[k]` of those that add to its policy loss.
@@ -47,7 +47,7 @@ class RankShare:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRollout:
-    """All samples of a rollout, ready to be dealt out.
+    """All samples of a rollout, before they are assigned to ranks.
 
     `steps[k]` are the indices of those that optimizer step k has, `trained[k]` of those that add to its policy loss.
     """
@@ -61,7 +61,7 @@ class PlannedRollout:
 
 @dataclass(frozen=True, eq=False)
 class TokenNumbers:
-    """A number for each token of some samples, float32 [T], as one rank found them: what groups of ranks exchange.
+    """One number for each token of some samples, float32 [T], as one rank computed them; groups of ranks exchange these.
 
     `places` are those of the samples in the rollout, `lengths` [S] their tokens.
     """
@@ -72,7 +72,7 @@ class TokenNumbers:
 
 
 def numbers_at(places: Sequence[int], parts: Sequence[TokenNumbers]) -> Tensor:
-    """The numbers of the samples at these places, end to end, from parts that hold all of them between them."""
+    """Return the numbers of the samples at these places, end to end; the parts together must hold all of them."""
     found = {
         place: numbers
         for part in parts
@@ -87,7 +87,7 @@ def objective_of(config: Config) -> Objective:
 
 
 class Planner:
-    """Plans rollouts one after the other; what it has to remember between them goes into the checkpoint."""
+    """Plans rollouts one after another; its state between rollouts goes into the checkpoint."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class Planner:
         self.reward_moments = RunningMoments()
 
     def plan(self, groups: Sequence[Group]) -> list[RankShare]:
-        """What each rank trains on; failed samples are left out and counted."""
+        """Return each rank's share; failed samples are left out and counted."""
         return self.deal(self.prepare(groups), self.num_ranks)
 
     def prepare(self, groups: Sequence[Group]) -> PlannedRollout:
-        """The samples to train on with rewards and weights; once for each rollout, which the next ones build on."""
+        """Return the samples to train on, with rewards and loss weights. Call it once per rollout, in order: it updates the state."""
         samples, steps, metrics = self._choose([sample for group in groups for sample in group.samples])
         batch = batch_of(samples, tuple(self.objective.part_weights))
         rewards, self.reward_moments = condition_rewards(
@@ -127,7 +127,7 @@ class Planner:
         return PlannedRollout(batch, of_step, self._trained(batch, of_step), num_trajectories, tuple(metrics))
 
     def deal(self, planned: PlannedRollout, num_ranks: int) -> list[RankShare]:
-        """One share for each of so many ranks; the same rollout may be dealt to several groups of ranks."""
+        """Return one share for each of `num_ranks` ranks; a rollout may be dealt to several groups of ranks."""
         batch = planned.batch
         return [
             RankShare(
@@ -143,11 +143,11 @@ class Planner:
         ]
 
     def state(self) -> dict[str, Any]:
-        """What the next rollout needs to know of those before it; JSON values."""
+        """Return the state that the next rollout needs, in JSON values."""
         return {"reward_moments": astuple(self.reward_moments)} if self.config.reward.normalize_rewards_running else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Set what `state` said; raises `CheckpointError` if it is malformed."""
+        """Restore a state; raises `CheckpointError` if it is malformed."""
         match state.get("reward_moments"):
             case None:
                 pass
@@ -183,7 +183,7 @@ class Planner:
         return kept, steps, [metric(f"rollout/dropped/{reason}", count) for reason, count in sorted(dropped.items())]
 
     def _loss_weights(self, batch: Batch, steps: Sequence[Sequence[int]]) -> Tensor:
-        """Weight of each token in the loss of its step, float32 [T]; 0 for samples that no step trains."""
+        """Return each token's weight in the loss of its step, float32 [T]; 0 for samples that are in no step."""
         weights = torch.zeros(batch.token_ids.shape[0])
         for indices in steps:
             part = batch.select(indices)
@@ -207,7 +207,7 @@ class Planner:
         )
 
     def _without_signal(self, batch: Batch) -> set[int]:
-        """The samples that are known to add nothing to the policy loss."""
+        """Return the samples that are known to add nothing to the policy loss."""
         objective = self.objective
         skips = self.config.train.skip_zero_advantage and objective.only_advantages
         if not (skips and objective.zero_reward_is_zero_advantage):
@@ -245,5 +245,5 @@ def _reason_to_drop(sample: Sample, part_names: Sequence[str]) -> str:
 
 
 def _places(held: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    """Where in a rank's samples the wanted ones are, in the order of the rollout."""
+    """Return the indices of the wanted samples among a rank's samples, in the order of the rollout."""
     return tuple(np.flatnonzero(np.isin(np.asarray(held, np.int64), np.asarray(wanted, np.int64))).tolist())

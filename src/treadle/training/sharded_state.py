@@ -1,4 +1,4 @@
-"""Put a model's weights onto the ranks that share it, and take them off again one by one."""
+"""Load a model's weights onto the ranks that share it, and gather them again one by one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _send(parallel: ParallelModel, source: nn.Module | None, grid: Grid) -> None
 
 
 def _first_pass(parallel: ParallelModel, body: PreTrainedModel) -> None:
-    """Run one token: FSDP puts its shards where they stay for good in its first forward pass."""
+    """Run one token: FSDP allocates its shards for good in its first forward pass."""
     layout = PackedLayout((Family(1, ()),), parallel.grid.device)
     token = torch.zeros(1, dtype=torch.int64, device=parallel.grid.device)
     with torch.no_grad():
@@ -105,7 +105,7 @@ def weight_specs(parallel: ParallelModel) -> dict[str, WeightSpec]:
 
 @torch.no_grad()
 def gathered_parameter(param: Tensor, parallel: ParallelModel) -> Tensor:
-    """One weight whole, in its own dtype; every rank calls this."""
+    """Return one full weight in its own dtype; every rank calls this."""
     return gathered(local_part(param.detach()), param, parallel.grid.device)
 
 
@@ -165,6 +165,6 @@ def write_parts(
 
 
 def stored_parameters(folder: Path, names: list[str]) -> Mapping[str, Tensor]:
-    """The weights of a model folder by the module's names, float32, read one by one where the files have those names."""
+    """Return the weights of a model folder by the module's names, float32, read one by one if the files use those names."""
     files = TensorFiles(folder, "model")
     return files if set(names) <= set(files) else load_parameters(folder)

@@ -88,7 +88,7 @@ def write_files(folder: Path, plan: tuple[FilePlan, ...], gather: Callable[[str]
 
 
 def write_index(folder: Path, plan: tuple[FilePlan, ...], sizes: Mapping[str, int]) -> None:
-    """Write the index that Hugging Face folders of several files have."""
+    """Write the index file of a Hugging Face folder with several files."""
     places = {name: file.file for file in plan for name in file.names}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
     (folder / f"{plan[0].file.split('-')[0]}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -124,7 +124,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
         return tuple(self._places[name].get_slice(name).get_shape())
 
 
@@ -145,11 +145,11 @@ class Chosen(Mapping[str, Tensor]):
         return len(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it where its files say it."""
+        """Return the shape of a tensor, without reading it if its files tell."""
         source, own = self._places[name]
         return shape_of(source, own)
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """The shape of one of the tensors, which is read only if need be."""
+    """Return the shape of one of the tensors, which is read only if necessary."""
     return tensors.shape(name) if isinstance(tensors, TensorFiles | Chosen) else tuple(tensors[name].shape)

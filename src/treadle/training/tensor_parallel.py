@@ -1,6 +1,6 @@
 """Split the matrices of decoder layers over neighbouring ranks, by the plan that transformers has for a model.
 
-Neighbours see the same samples. A layer's first matrices are split by rows of the weight (each rank has some of the
+Neighbours have the same samples. A layer's first matrices are split by rows of the weight (each rank has some of the
 heads, some of the hidden units), its last ones by columns, and the parts are added up: two exchanges a layer. What
 lies outside the layers is computed by every neighbour alike. Source: Shoeybi et al. 2019 (arXiv 1909.08053).
 """
@@ -27,7 +27,7 @@ FIRST, LAST, EVERYWHERE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 def split_layers(body: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     """Split the layers over a mesh of one axis; returns the modules whose gradients must be added up over it.
 
-    Raises `ConfigError` where the model has no such plan, or sizes that do not divide.
+    Raises `ConfigError` if the model has no such plan, or if sizes do not divide.
     """
     size = mesh.size()
     plan = body.config.get_text_config().base_model_tp_plan
@@ -51,7 +51,7 @@ def split_layers(body: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
 
 
 def check_heads(body: PreTrainedModel, size: int) -> None:
-    """Raise `ConfigError` where heads can't be dealt out evenly."""
+    """Raise `ConfigError` if the heads do not divide evenly."""
     config = body.config.get_text_config()
     for what, count in (
         ("attention heads", config.num_attention_heads),
@@ -62,7 +62,7 @@ def check_heads(body: PreTrainedModel, size: int) -> None:
 
 
 def _planned(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Modules of the layers that the plan names, and how each is split."""
+    """Return the modules of the layers that the plan names, and how each is split."""
     patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
     for name, module in base.named_modules():
         for pattern, style in patterns:

@@ -1,4 +1,4 @@
-"""The trainer of one rank: its share of the samples in, new weights and metrics out."""
+"""The trainer of one rank: it turns a share of the samples into new weights and metrics."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """What a rank has of a rollout between the parts of its training.
+    """A rank's state between the parts of a rollout's training.
 
-    `batch` is that of the share with what was found so far, `passes` are the policy's, `critic_passes` those of a critic
-    that is trained here; `began` is in seconds of `time.perf_counter`.
+    `batch` is the share's batch with the fields computed so far, `passes` are the policy's micro-batches, `critic_passes` those of
+    a critic that is trained here. `began` is a time of `time.perf_counter`, in seconds.
     """
 
     share: RankShare
@@ -58,10 +58,10 @@ class Rollout:
 
 
 class Trainer:
-    """A model, its optimizer, and what one rollout does to them; one of many where the model is spread over ranks.
+    """Trains a model on one rollout after another; with many ranks, each has a trainer.
 
-    `reference` is needed where the objective uses KL, `teacher` (frozen) where it distils. Where it uses values, they are
-    those of `critic`, which is trained with the policy, or of ranks of their own, which give them to `spread`. `warn`
+    `reference` is needed if the objective uses KL, `teacher` (frozen) if it distils. If it uses values, they come from
+    `critic`, which is trained with the policy, or from critic ranks, which pass them to `spread`. `warn`
     is called for each skipped step.
     """
 
@@ -116,7 +116,7 @@ class Trainer:
         return self.take_steps(self.spread(self.score(share)), rollout_id)
 
     def score(self, share: RankShare) -> Rollout:
-        """The first part of a rollout: split it, and ask the models what the objective needs of its samples."""
+        """Do the first part of a rollout: split it, and compute what the objective needs from the models."""
         began = time.perf_counter()
         _check_ids(share.batch, self.model)
         with self.named("scoring a rollout"):
@@ -151,7 +151,7 @@ class Trainer:
         return batch
 
     def spread(self, rollout: Rollout) -> Rollout:
-        """The second part: advantages, returns and corrections of a scored rollout, which has values where they are needed."""
+        """Do the second part: compute advantages, returns and corrections of a scored rollout, which has values if they are needed."""
         batch, ranks = rollout.batch, self.policy.ranks
         assert (batch.values is not None) == self.objective.needs.values, "values are there exactly where needed"
         with self.named("working out advantages"):
@@ -189,7 +189,7 @@ class Trainer:
         return metrics if self.policy.grid.reports else []
 
     def logprobs(self, batch: Batch, model: nn.Module) -> Tensor:
-        """Logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
+        """Return the logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
         return self._scored(batch, self.micro_batches.plan(batch, [range(len(batch))]), as_parallel(model))[0]
 
     def _scored(self, batch: Batch, passes: Passes, model: ParallelModel) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ class Trainer:
         return found[0], found[1]
 
     def _steer_kl(self, metrics: Sequence[Metric], num_samples: int) -> list[Metric]:
-        """Move the weight of KL for the next rollout by what was measured in this one; nothing where there is no target."""
+        """Move the weight of KL towards its target for the next rollout, if there is a target."""
         if self.config.algorithm.kl_target is None:
             return []
         used = metric("train/kl_coef", self.objective.kl_weight)
@@ -212,7 +212,7 @@ class Trainer:
     # One optimizer step
 
     def _step(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> list[Metric]:
-        """Forward and backward over the micro-batches of a step of the batch, then one update."""
+        """Run forward and backward over the micro-batches of a step, then take one optimizer step."""
         metrics: list[Metric] = []
         losses = torch.zeros(3, dtype=torch.float64)  # the whole, of the policy, of KL
         backend = self.config.model.attention_backend
@@ -250,7 +250,7 @@ class Trainer:
     # Memory for others
 
     def sleep(self, *, force: bool = False) -> int:
-        """Move weights, masters and optimizer state to host memory; returns the bytes freed on the device.
+        """Move weights, masters and optimizer state to host memory; return the bytes freed on the device.
 
         Between rollouts only: gradients are gone then. On a CPU nothing moves, unless forced. Nothing may use the
         trainer's weights until `wake`.
@@ -260,7 +260,7 @@ class Trainer:
         return self._host.sleep(held, force=force)
 
     def wake(self) -> int:
-        """Bring back what `sleep` moved, bit for bit; returns the bytes."""
+        """Restore what `sleep` moved, bit for bit; return the number of bytes."""
         return self._host.wake()
 
     # Checkpoints
@@ -269,7 +269,7 @@ class Trainer:
         return lost_ranks_are_named(doing, self.policy.grid.world.rank, self.policy.grid.world.size)
 
     def state(self) -> dict[str, Any]:
-        """Where the schedules stand, and what moves over a run beside weights; JSON values."""
+        """Return the state beside weights that a resumed run needs, in JSON values."""
         state: dict[str, Any] = {"optimizer_steps": self.optimizer.num_steps}
         if self.critic is not None:
             state["critic_steps"] = self.critic.optimizer.num_steps
