@@ -1,4 +1,4 @@
-"""The one thread of a process that computes.
+"""The compute thread: the one thread of a process that runs torch.
 
 OpenMP gives every thread that computes a team of its own. With more threads in teams than cores in the machine, they all
 sleep between two operations instead of waiting for the next one: on two cores, a model loaded by one thread and run by
@@ -18,22 +18,22 @@ Result = TypeVar("Result")
 
 
 def in_short_lived_thread(call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
-    """Make the call in a thread that ends with it, and with it the thread's team; return its result.
+    """Make the call in a thread of its own, which ends with its OpenMP team; return the result.
 
-    For what computes before the runtime's one thread does, in a process that goes on to train or generate.
+    For computations before the compute thread starts, in a process that goes on to train or generate.
     """
     with ThreadPoolExecutor(1) as short_lived:
         return short_lived.submit(call, *args, **kwargs).result()
 
 
 class ComputeThread:
-    """One thread; what is handed to it is done in order."""
+    """A thread that makes one call after the other."""
 
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     async def run(self, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        """The result of the call, made on the thread while the event loop goes on."""
+        """Return the result of the call, which the thread makes while the event loop goes on."""
         return await asyncio.wrap_future(self.executor.submit(call, *args, **kwargs))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation sets: generate, score, and say how good the policy is."""
+"""Evaluation sets: how they are sampled, and their metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EvalSet:
 
 
 def eval_sampling(config: Config, override: EvalOverride | None) -> tuple[SamplingParams, int]:
-    """How a set is sampled, and how many answers each prompt gets: its own settings over the evaluation's."""
+    """Return how a set is sampled and how many answers each prompt gets: its own settings, or else the evaluation's."""
     section = config.eval
     own = override or EvalOverride()
 
@@ -47,7 +47,7 @@ def eval_sampling(config: Config, override: EvalOverride | None) -> tuple[Sampli
 
 
 def eval_metrics(name: str, groups: Sequence[Group]) -> list[Metric]:
-    """Metrics of one evaluated set. A failed answer counts as reward 0 and is counted apart."""
+    """Return the metrics of one evaluated set. A failed answer counts as reward 0, and is counted separately."""
     samples = [sample for group in groups for sample in group.trajectories]
     rewards = [sample.reward if sample.reward is not None else 0.0 for sample in samples]
     count = len(samples)
@@ -60,21 +60,17 @@ def eval_metrics(name: str, groups: Sequence[Group]) -> list[Metric]:
         metric(f"eval/{name}/failed_count", sum(s.status is Status.FAILED for s in samples)),
         metric(f"eval/{name}/num_samples", count),
     ]
-    smallest = min(len(group.samples) for group in groups)
-    k = 2
+    right = [sum((sample.reward or 0.0) >= 1.0 for sample in group.samples) for group in groups]
+    k, smallest = 2, min(len(group.samples) for group in groups)
     while k <= smallest:
-        out.append(metric(f"eval/{name}/pass_at_{k}", float(np.mean([_pass_at_k(g, k) for g in groups])), len(groups)))
+        chances = [pass_at_k(len(group.samples), count, k) for group, count in zip(groups, right, strict=True)]
+        out.append(metric(f"eval/{name}/pass_at_{k}", float(np.mean(chances)), len(groups)))
         k *= 2
     return out
 
 
-def _pass_at_k(group: Group, k: int) -> float:
-    right = sum(sample.reward is not None and sample.reward >= 1.0 for sample in group.samples)
-    return pass_at_k(len(group.samples), right, k)
-
-
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Chance that k of n answers hold a right one: 1 − C(n−right, k)/C(n, k) (Chen et al. 2021, eq. 1).
+    """Return the chance that k of n answers hold a right one: 1 − C(n−right, k)/C(n, k) (Chen et al. 2021, eq. 1).
 
     >>> pass_at_k(4, 1, 2)
     0.5

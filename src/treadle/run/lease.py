@@ -1,4 +1,4 @@
-"""Who holds the accelerators: the engines while they generate, or the trainer while it trains."""
+"""Which side holds the accelerators: the engines while they generate, or the trainer while it trains."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Holder = Literal["rollout", "training"]
 
 
 class SleepingEngines(Protocol):
-    """Engines that free their memory for the trainer; both calls do nothing if it is as they ask."""
+    """Engines that free their memory for the trainer; a call does nothing if they are asleep or awake already."""
 
     async def sleep(self) -> Any: ...
     async def wake(self, part: EnginePart) -> Any: ...
 
 
 class SleepingTrainer(Protocol):
-    """A trainer that frees its memory for the engines; both calls do nothing if it is as they ask."""
+    """A trainer that frees its memory for the engines; a call does nothing if it is asleep or awake already."""
 
     async def sleep(self) -> Any: ...
     async def wake(self) -> Any: ...
@@ -33,7 +33,7 @@ class Lease:
 
     @asynccontextmanager
     async def hold(self, holder: Holder) -> AsyncIterator[None]:
-        """Have the accelerators inside the `async with`; the other side has freed its memory."""
+        """Hold the accelerators inside the `async with`: the other side sleeps, and this one is awake."""
         if holder == "training":
             if self._engines is not None:
                 await self._engines.sleep()

@@ -1,4 +1,4 @@
-"""How much memory a run takes, by worker and part, and how much the machine has.
+"""The memory that a run takes, by worker and part, and the memory that the machine has.
 
 Estimates: weights and optimizer are exact; activations are counted from the widths of the linear layers with a factor
 measured on Llama-shaped models without fused operations (saved tensors of a packed forward pass, within 5 %); fused layers
@@ -24,7 +24,7 @@ _WHOLE_WIDTHS = 7
 _LOGIT_TILES = 4
 """Tiles of logits that exist at once."""
 _LEAST_SAMPLE_BYTES = 512
-"""What a sample takes without its tokens: an object with four arrays."""
+"""Bytes of a sample without its tokens: an object with four arrays."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -34,7 +34,7 @@ class ModelShape:
 
     `parameters` counts tied weights once. `kv_dim` is the width of the keys (and of the values) of one layer.
     `linear_width` sums input and output widths of all linear layers but the head. `teacher_parameters` are those of
-    the teacher of distillation, where there is one.
+    the teacher of distillation, or 0.
     """
 
     name: str
@@ -81,7 +81,7 @@ class WorkerMemory:
 
 
 class MachineMemory(NamedTuple):
-    """Memory in bytes, and what has it."""
+    """The memory of a device in bytes, and the device's name in messages."""
 
     total: int
     available: int

@@ -1,4 +1,4 @@
-"""What the loop drives: a side that generates, a side that trains, and what is written of both."""
+"""What the loop drives: the side that generates, the side that trains, and the record of both."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrainerSide(Protocol):
 
 
 class Parts:
-    """Both sides of a run; a side that does not run is None.
+    """The two sides of a run; a side that does not run is None.
 
     `publish` brings the engines to the trainer's current weights, under the version it is given. `measure` returns what
     was measured beside the sides' own metrics since the last rollout.
@@ -101,8 +101,8 @@ class Parts:
     async def save(self, done: int, *, last: bool = False) -> Sequence[Metric] | None:
         """Write a checkpoint that resumes at rollout `done`.
 
-        Returns None, after a warning, if that failed and a later save can make up for it. Raises `CheckpointError` if it
-        failed and no later one comes: it is the `last`, or all rollouts are done.
+        Returns None after a warning if that failed and a later save will try again. Raises `CheckpointError` if it failed
+        and no later save follows: it is the `last`, or all rollouts are done.
         """
         assert self.trainer is not None
         self.out.progress.phase("saving")

@@ -1,4 +1,4 @@
-"""Where a run writes and what it starts from: found, locked and tried before anything else is done."""
+"""The folders that a run writes to and the checkpoint it starts from: found, locked and tested before anything else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from treadle.training.checkpoint import (
 class Place:
     """The folders of a run, which no other run uses, and its checkpoint to start from.
 
-    `resumes` is True if something was given to load from, be it a run that has no checkpoint yet. `held_run` is True if
+    `resumes` is True if `load` is set, even to a run that has no checkpoint yet. `held_run` is True if
     the folder holds a run already.
     """
 
@@ -133,5 +133,5 @@ def _checkpoint_of(load: Path, folder: RunFolder, checkpoints: Path, progress: P
 
 
 def is_same(a: Path, b: Path) -> bool:
-    """Return True if two paths lead to one place, be it there or not."""
+    """Return True if two paths lead to the same place, which need not exist."""
     return os.path.realpath(a) == os.path.realpath(b)

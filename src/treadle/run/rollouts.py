@@ -1,9 +1,10 @@
-"""The generating half of a run: draw prompts, have them generated and scored, evaluate, know where the stream stands."""
+"""The side of a run that generates: draw prompts, generate and score their samples, evaluate, and save the cursor."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,12 @@ from treadle.run.loop import Collection
 from treadle.types import Group, Prompt, SamplingParams
 
 OnPhase = Callable[[str, int, int], None]
-"""Called with what is done, how many samples of it are done, and how many there will be."""
+"""Called with the name of a phase, the number of samples that are done, and how many there will be."""
 
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """What generates and scores."""
+    """The manager that generates, with its prompts, rewards, evaluation sets and group filter."""
 
     manager: RolloutManager
     source: PromptSource | None  # None in a run that only evaluates
@@ -67,10 +68,10 @@ class Rollouts:
         return Collection(groups, [*metrics, *dropped, metric("rollout/epoch", self.source.epoch)])
 
     async def evaluate(self) -> list[tuple[str, list[Group]]]:
-        """The answered and scored prompts of every evaluation set, by its name."""
+        """Return the answered and scored prompts of every evaluation set, by its name."""
         found = []
         for eval_set in self.generation.eval_sets:
-            seed = self.config.rollout.rollout_seed + 1  # not the samples of training, were the rows the same
+            seed = self.config.rollout.rollout_seed + 1  # other samples than training draws of the same rows
             prompts: list[Prompt] = list(eval_set.prompts)
             job = Collect(f"evaluation of {eval_set.name}", prompts, eval_set.sampling, eval_set.n, seed)
             groups = await self._generate(job, f"evaluating {eval_set.name}", eval_set.scorer)
@@ -88,7 +89,7 @@ class Rollouts:
         return {"source": state}
 
     async def _draw(self, rollout_id: int, sampling: SamplingParams) -> tuple[list[Group], list[Metric]]:
-        """The groups of a rollout; with a group filter, draw until enough are kept or the rounds are used up.
+        """Return the groups of a rollout; with a group filter, draw until enough are kept or the rounds are used up.
 
         Groups kept beyond what is needed go back to the source; dropped ones fill what is missing at the end.
         """
@@ -104,24 +105,26 @@ class Rollouts:
             job = Collect(
                 f"rollout {rollout_id}", prompts, sampling, section.n_samples_per_prompt, section.rollout_seed
             )
-            groups = await self._generate(job, "rollout", self.generation.scorer)
-            reasons = [None if keep is None else keep(group) for group in groups]
-            kept += [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
-            dropped += [(reason, group) for group, reason in zip(groups, reasons, strict=True) if reason is not None]
+            for group in await self._generate(job, "rollout", self.generation.scorer):
+                reason = None if keep is None else keep(group)
+                if reason is None:
+                    kept.append(group)
+                else:
+                    dropped.append((reason, group))
             if len(kept) >= wanted:
                 break
         surplus = {group.group_id for group in kept[wanted:]}
         self.source.put_back(group.prompt for group in kept[wanted:])
         mine[:] = [prompt for prompt in mine if prompt.group_id not in surplus]
         filled = dropped[: max(0, wanted - len(kept))]
-        counts: dict[str, int] = {"surplus": sum(len(group.samples) for group in kept[wanted:])}
+        counts = Counter(surplus=sum(len(group.samples) for group in kept[wanted:]))
         for reason, group in dropped[len(filled) :]:
-            counts[reason] = counts.get(reason, 0) + len(group.samples)
+            counts[reason] += len(group.samples)
         metrics = [metric(f"rollout/dropped/{reason}", count) for reason, count in sorted(counts.items()) if keep]
         return [*kept[:wanted], *(group for _, group in filled)], metrics
 
     def _open(self, rollout_id: int) -> list[Prompt]:
-        """The list of what this rollout draws; those of rollouts that no checkpoint can ask for any more are dropped."""
+        """Return the list of what this rollout draws, and forget rollouts that no checkpoint can need."""
         oldest = rollout_id - self.config.cluster.max_lag - 1
         self._drawn = {known: prompts for known, prompts in self._drawn.items() if known >= oldest}
         return self._drawn.setdefault(rollout_id, [])
@@ -132,7 +135,7 @@ class Rollouts:
 
 
 def saved_rollout(config: Config, rollout_id: int) -> Collection:
-    """A rollout that an earlier run saved; raises `DataError` where it is missing or of another size."""
+    """Return a rollout that an earlier run saved; raises `DataError` if it is missing or of another size."""
     folder = config.debug.load_debug_rollout_data
     assert folder is not None
     path = rollout_file(Path(folder), rollout_id)

@@ -186,7 +186,7 @@ def transport_plan(
 
 
 def host_towards(addresses: Sequence[str]) -> str:
-    """This machine as servers at these addresses reach it; loopback where all of them are on it.
+    """Return this machine's address as servers at these addresses reach it; loopback if all of them are on it.
 
     >>> host_towards([]), host_towards(["127.0.0.1:8000", "http://localhost:8001"])
     ('127.0.0.1', '127.0.0.1')
@@ -197,7 +197,7 @@ def host_towards(addresses: Sequence[str]) -> str:
         try:
             where = socket.getaddrinfo(url.hostname, url.port or 80, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-                route.connect(where)  # of a datagram socket: nothing is sent, the way there is looked up
+                route.connect(where)  # on a datagram socket this sends nothing and only looks up the route
                 host = str(route.getsockname()[0])
         except OSError as error:
             raise EngineError(

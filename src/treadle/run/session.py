@@ -119,10 +119,10 @@ def with_saved_length(config: Config) -> Config:
 
 
 def restore(session: Session, trainer: Any, source: PromptSource | None) -> None:
-    """Bring trainer, cursor and random generators to where the checkpoint was taken."""
+    """Restore trainer, cursor and random generators from the checkpoint, or skip the prompts of earlier rollouts."""
     checkpoint = session.checkpoint
     if checkpoint is None:
-        if source is not None:  # a start in the middle passes over the prompts of the rollouts before it
+        if source is not None:  # of earlier rollouts, if the run starts in the middle
             source.next_prompts(session.start_rollout_id * session.config.rollout.rollout_batch_size)
         return
     if trainer is not None:
@@ -140,7 +140,7 @@ def note_resumed(session: Session) -> None:
 
 
 def is_finished(session: Session, schedule: Schedule) -> bool:
-    """Return True, and say so, if all was done in the run folder already: rollouts, evaluation and summary."""
+    """Return True and note it if the run in the folder is complete: rollouts, evaluation and summary."""
     place, checkpoint, done = session.place, session.checkpoint, session.place.folder.finished_after
     goes_back = (
         checkpoint is not None
@@ -158,8 +158,7 @@ def is_finished(session: Session, schedule: Schedule) -> bool:
 def open_outputs(session: Session, stack: AsyncExitStack, *, again: bool = False) -> Outputs:
     """Open the run folder and the sinks.
 
-    Of a run that resumes, or is done `again` by this process, what was written from the session's first rollout on is
-    removed.
+    If a run resumes, or this process starts it `again`, what was written from the session's first rollout on is removed.
     """
     config, progress, place, folder = session.config, session.progress, session.place, session.place.folder
     if place.resumes or again:

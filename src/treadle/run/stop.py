@@ -20,7 +20,7 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Stop:
-    """A wish to stop; `signum` is the signal that brought it, None while there is none."""
+    """A request to stop; `signum` is the signal that made it, None if there is none."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -32,7 +32,7 @@ class Stop:
 
     @property
     def always_saves(self) -> bool:
-        """True if a machine or a terminal is taken away: what was learned is kept even if no checkpoints were asked for."""
+        """True if the machine or the terminal goes away: the run is saved even if no checkpoints were asked for."""
         return self.signum in (signal.SIGTERM, signal.SIGHUP)
 
     def request(self, signum: int) -> None:
@@ -40,13 +40,11 @@ class Stop:
         self._asked.set()
 
     async def unless(self, task: asyncio.Task[Result]) -> Result | None:
-        """The task's result, or None where a stop comes first: the task is cancelled then, and has ended."""
+        """Return the task's result, or None if a stop is requested first: the task is then cancelled and has ended."""
         waiting = asyncio.create_task(self._asked.wait())
         try:
             await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            return None
+            return task.result() if task.done() else None
         finally:
             waiting.cancel()
             if not task.done():
@@ -55,8 +53,8 @@ class Stop:
 
 
 @contextmanager
-def stops_on_signals(stop: Stop, told: Callable[[str], None]) -> Iterator[None]:
-    """Have SIGTERM, SIGHUP and SIGINT request the stop, and a second one end the process; `told` is called with the first.
+def stops_on_signals(stop: Stop, note: Callable[[str], None]) -> Iterator[None]:
+    """Have SIGTERM, SIGHUP and SIGINT request the stop, and a second one end the process; `note` shows the first.
 
     A SIGHUP that the process was started to ignore, as by `nohup`, stays ignored. Signals reach the main thread only:
     elsewhere nothing is installed.
@@ -70,11 +68,11 @@ def stops_on_signals(stop: Stop, told: Callable[[str], None]) -> Iterator[None]:
         if stop.requested:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)
-            end_process(128 + signum)  # threads may be deep in a step: nothing gentler is at once
+            end_process(128 + signum)  # threads may be deep in a step: nothing gentler is immediate
         stop.signum = signum
         loop.call_soon_threadsafe(stop.request, signum)
         loop.call_soon_threadsafe(
-            told, f"{signal.Signals(signum).name}: stopping at the next safe place; once more stops at once"
+            note, f"{signal.Signals(signum).name}: stopping at the next safe place; once more stops at once"
         )
 
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
@@ -87,7 +85,10 @@ def stops_on_signals(stop: Stop, told: Callable[[str], None]) -> Iterator[None]:
 
 
 def leave(signum: int | None) -> None:
-    """End the program the way it was asked to: `KeyboardInterrupt`, or exit code 143 for SIGTERM and 129 for SIGHUP; nothing for None."""
+    """End the program as the signal asks: `KeyboardInterrupt`, or exit code 143 for SIGTERM and 129 for SIGHUP.
+
+    Do nothing for None.
+    """
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     if signum is not None:

@@ -20,6 +20,23 @@ from treadle.storage.regular_file import read_regular
 FILE = ".lock"
 
 
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file, alone or `shared` with other readers; return False if another holder prevents it.
+
+    The lock ends with `unlock`, or when the last duplicate of the descriptor is closed.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Give back what `try_lock` locked."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
 class FolderLock:
     """The hold of this process on a folder; nothing that it starts or forks keeps it."""
 
@@ -65,14 +82,15 @@ class FolderLock:
 
     def _lock(self, folder: Path, warn: Callable[[str], None]) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            is_locked = try_lock(self._descriptor)
+        except OSError as error:
+            warn(f"{folder} is on a file system without locks ({error.strerror}): see that no other run uses it")
+            return
+        if not is_locked:
             self._close()
             raise ConfigError(
                 f"{folder} is in use by {_holder(self.path)}; wait until it has ended, or give another folder"
-            ) from error
-        except OSError as error:
-            warn(f"{folder} is on a file system without locks ({error.strerror}): see that no other run uses it")
+            )
 
     def _is_own_file(self) -> bool:
         """True if the open file is the one in the folder."""

@@ -6,12 +6,13 @@ An `Offer` of plain JSON goes from one end to the other on the channel that the 
     receiver.receive(offer)                every engine, while it is paused between two tokens
     sender.deliver()                       trainer, meanwhile: returns when its part is done
 
-Both ends compare names, shapes and dtypes before the first byte moves. An update is complete, or the engine keeps its old
-weights, or it refuses to serve until a complete one succeeds; it never generates with a mixture.
+Both ends compare names, shapes and dtypes before the first byte moves. An update is complete, or the engine keeps its
+old weights, or it refuses to serve until a complete one succeeds; it never generates with a mixture.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,13 +24,22 @@ from treadle.errors import EngineError
 if TYPE_CHECKING:
     from treadle.weights.served_weights import ServedWeights
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
 }
+"""The dtypes that can be offered, with their names in safetensors files."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
 
 
 @dataclass(frozen=True)
@@ -45,10 +55,7 @@ class WeightSpec:
 
     @property
     def num_elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +64,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a sender tells every receiver: a version, the names, shapes and dtypes of its weights, and where they are."""
+    """A sender's message to all receivers: version, names, shapes and dtypes of the weights, and where they are."""
 
     transport: str
     version: int

@@ -1,8 +1,8 @@
 """Weights broadcast from the trainer to all engines, bucket by bucket: gloo between CPUs, NCCL between GPUs.
 
-The sender is rank 0 of a process group of its own, apart from any group the trainer or the engine already has. The offer
-names the rendezvous; each receiver takes the next free rank there, so engines need no numbers. The group is kept for the
-next offer, unless a receiver joins that was not in it: a restarted engine. Before the first bucket every rank
+The sender is rank 0 of a process group of its own, apart from any group the trainer or the engine already has. The
+offer names the rendezvous; each receiver takes the next free rank there, so engines need no numbers. The group is kept
+for the next offer, unless a receiver joins that was not in it: a restarted engine. Before the first bucket every rank
 reports whether it is ready, and if one is not, nothing is sent. After the last bucket all ranks compare a checksum of
 what they have. If a rank dies in between, the group breaks: engines that were being written refuse to serve, and the
 next offer makes a new group.
@@ -13,6 +13,7 @@ The rendezvous has no password: use it in a network that only the run's own mach
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer
-from treadle.weights.broadcast_sender import BroadcastKind, BroadcastSender, RefusedOffer, one_line
+from treadle.weights.broadcast_sender import BroadcastKind, BroadcastSender, RefusedOffer, entering
 from treadle.weights.parallel_copy import copy_pairs
 from treadle.weights.rendezvous import join_rendezvous, process_group
 from treadle.weights.served_weights import SentWeights, ServedWeights
@@ -70,17 +71,10 @@ class BroadcastIntake:
 
         A rank that refuses joins too, because the others wait for it. Raises its refusal, or that another rank refused.
         """
-        try:
+        with entering(offer, refusal, self.leave):
             group = self._join(offer.where, device)
             group.agree(offer.version, READY if refusal is None else REFUSED)
             self._entered = group
-        except RefusedOffer as error:
-            raise refusal or error from None
-        except (RuntimeError, OSError) as error:
-            self.leave()
-            raise EngineError(one_line(error)) from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"this offer names no rendezvous ({error!r}): {dict(offer.where)}") from error
 
     def _join(self, where: Mapping[str, Any], device: torch.device) -> _Group:
         if self._ranks is None or self._ranks.rendezvous != where["rendezvous"]:
@@ -90,8 +84,9 @@ class BroadcastIntake:
         return self._ranks.group(where, receives=True)
 
     def buckets(self, offer: Offer) -> Iterator[list[tuple[Piece, Tensor]]]:
-        """Yield the pieces of each bucket, as views that the next bucket overwrites; at the end all ranks compare checksums.
+        """Yield the pieces of each bucket, as views that the next bucket overwrites.
 
+        At the end all ranks compare checksums.
         If a rank stops before the end or fails, the group breaks and the others fail as well.
         """
         if self._entered is None:
@@ -203,18 +198,14 @@ class _Group:
 def _add(total: int, buffer: Tensor) -> int:
     """Add a bucket to the running checksum: a sum of int64 words that wraps, cheap on every device."""
     words = buffer.view(torch.int64)
-    # By numpy on a CPU: torch would start a team of OpenMP threads for whichever thread calls, beside the computing one's.
+    # On a CPU numpy adds: torch would start OpenMP threads for each calling thread, beside those that compute.
     found = words.numpy().sum() if buffer.device.type == "cpu" else words.sum()
     return (total * 31 + int(found) + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 KIND = BroadcastKind(NAME, lambda store, offer, device: _Ranks(offer.where["rendezvous"], store, device))
-
-
-def open_broadcast(weights: SentWeights, num_receivers: int, **settings: Any) -> BroadcastSender:
-    """Open the trainer's end; `settings` are those of `BroadcastSender`."""
-    return BroadcastSender(KIND, weights, num_receivers, **settings)
-
+open_broadcast = partial(BroadcastSender, KIND)
+"""Opens the trainer's end, with the arguments of `BroadcastSender` after `kind`."""
 
 TRANSPORT = Transport(
     NAME,

@@ -1,12 +1,13 @@
-"""What every broadcast's sender does: open the rendezvous, count the offers, and leave the group if a step fails.
+"""What all broadcasts share. The sender: open the rendezvous, count the offers, and leave the group if a step fails.
 
-What differs (how the group is made, what a bucket is) is a `BroadcastGroup`, the other half of each broadcast's file.
+What differs (how the group is made, what a bucket is) is a `BroadcastGroup` in each broadcast's own file.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from traceback import clear_frames
@@ -38,7 +39,7 @@ class BroadcastGroup(Protocol):
 
 @dataclass(frozen=True)
 class BroadcastKind:
-    """What differs between broadcasts: the name in offers, and rank 0's part at the rendezvous of an offer."""
+    """What differs between broadcasts: the name in offers, and how rank 0's part at a rendezvous is opened."""
 
     name: str
     open_group: Callable[[dist.Store, Offer, torch.device], BroadcastGroup]
@@ -49,6 +50,7 @@ class BroadcastSender:
 
     Args:
         kind: which broadcast it is.
+        weights: what is sent.
         num_receivers: ranks that receive; an engine that is divided among GPUs has one for each.
         host: this machine's address as the engines reach it.
         bucket_bytes: size of a bucket.
@@ -113,6 +115,23 @@ class BroadcastSender:
     def close(self) -> None:
         """Leave the group and the rendezvous; the next offer opens new ones."""
         self._group = self._store = None
+
+
+@contextmanager
+def entering(offer: Offer, refusal: EngineError | None, leave: Callable[[], None]) -> Iterator[None]:
+    """Enter a receiver into the rendezvous of an offer inside; every failure is an `EngineError`.
+
+    If another rank refused, this rank's own `refusal` is raised instead. If the group broke, `leave` is called.
+    """
+    try:
+        yield
+    except RefusedOffer as error:
+        raise refusal or error from None
+    except (RuntimeError, OSError) as error:
+        leave()
+        raise EngineError(one_line(error)) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"this offer names no rendezvous ({error!r}): {dict(offer.where)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -1,9 +1,9 @@
 """Weights by handles to the trainer's GPU memory: trainer and engine are two processes on the same GPU.
 
-Nothing is copied on the trainer's side where a weight already has the engine's dtype; others are converted into memory
-that is held until the next offer. Handles travel as JSON (base64), no pickle. The trainer must leave its weights alone
-between `offer` and `deliver`, and call `deliver` when all engines have received. Servers that know torch's own pickles
-of shared tensors only are given those, made of the offer beside the server.
+The trainer copies nothing if a weight already has the engine's dtype; others are converted into memory that is held
+until `deliver`. Handles travel as JSON (base64), not as pickles. The trainer must not change its weights between
+`offer` and `deliver`, and calls `deliver` after all engines have received. For servers that read only torch's own
+pickles of shared tensors, their client makes the pickle from the offer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CudaIpcSender:
         return Offer(NAME, version, self._weights.specs, where)
 
     def deliver(self) -> None:
-        """All engines have copied: what was converted for them is freed."""
+        """Free the converted weights, which all engines have copied."""
         self._held.clear()
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """The engine's end: opens the handles, copies on the GPU, lets go."""
+    """The engine's end: opens the handles, copies on the GPU and closes them."""
 
     def __init__(self, served: ServedWeights):
         self.served = served
@@ -82,7 +82,7 @@ class CudaIpcReceiver:
 
 
 def open_handles(offer: Offer) -> dict[str, Tensor]:
-    """The offered weights where they lie, in the trainer's memory; let go of them before it goes on."""
+    """Return the offered weights in the trainer's own memory; release them before the trainer continues."""
     try:
         return {
             name: _open(offer.where["handles"][name], offer.where["gpus"], spec) for name, spec in offer.specs.items()
@@ -94,9 +94,9 @@ def open_handles(offer: Offer) -> dict[str, Tensor]:
 
 
 def pickled_handles(offer: Offer) -> bytes:
-    """A pickle of all offered weights, names with tensors, that opens the handles where it is unpickled. No GPU is needed.
+    """Return a pickle of all offered weights, names with tensors, which opens the handles when it is unpickled.
 
-    A GPU is named by its UUID, as SGLang does it: its processes number the machine's GPUs as they please.
+    No GPU is needed here. A GPU is named by its UUID, as in SGLang, because processes may number GPUs differently.
     """
     where = offer.where
     try:
@@ -109,7 +109,7 @@ def pickled_handles(offer: Offer) -> bytes:
 
 
 def reduced(shared: Mapping[str, Any] | None, gpus: Mapping[str, str], spec: WeightSpec) -> Reduced:
-    """The call that makes a tensor of a handle, as torch's `reduce_tensor` writes it where the memory is."""
+    """Return the call that opens a handle as a tensor, as `reduce_tensor` returns it in the trainer's process."""
     stride = torch.empty(spec.shape, device="meta").stride()
     if shared is None:
         return reduce_tensor(torch.empty(spec.shape, dtype=spec.dtype))
@@ -119,7 +119,7 @@ def reduced(shared: Mapping[str, Any] | None, gpus: Mapping[str, str], spec: Wei
 
 
 class _Pickled:
-    """What is pickled as a call."""
+    """An object that is pickled as a call."""
 
     def __init__(self, call: Callable[..., Any], arguments: tuple[Any, ...]):
         self._reduced = call, arguments
@@ -133,7 +133,10 @@ def _parts(shared: Mapping[str, Any]) -> list[Any]:
 
 
 def _share(tensor: Tensor) -> dict[str, Any] | None:
-    """The eight parts of a CUDA storage's handle as torch gives them, bytes as base64; None for no memory at all."""
+    """Return the eight parts of torch's handle of a CUDA storage, bytes as base64.
+
+    None for a tensor without elements.
+    """
     if not tensor.numel():
         return None
     parts = tensor.untyped_storage()._share_cuda_()

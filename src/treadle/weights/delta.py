@@ -1,13 +1,13 @@
-"""What changed between two versions of a weight, exactly and small.
+"""The difference between two versions of a weight, lossless and compressed.
 
-A step of training moves few bfloat16 weights, and those by one or two units in the last place. So a weight is read as
-integers and cut into blocks; of each block are stored
+A training step changes few bfloat16 weights, and those by one or two units in the last place. A weight is therefore
+read as integers and split into blocks. For each block that changed, two arrays are stored:
 
-    gaps     how many unchanged elements lie before each changed one (left out where most have changed)
-    values   new minus old, wrapping, zigzag: -1, 1, -2 … become 1, 2, 3 …
+    gaps     number of unchanged elements before each changed one (omitted if most elements changed)
+    values   new minus old, with wrap-around and zigzag: -1, 1, -2 … become 1, 2, 3 …
 
-each split into byte planes (all low bytes, then all high bytes …) and compressed by zstd at level 1. The high planes
-are nearly all zero. Decoding adds the differences again: the result is the same bits.
+Each array is split into byte planes (all low bytes, then all high bytes …), which zstd compresses at level 1. The high
+planes are nearly all zero. Decoding adds the differences to the old weight and restores the new one bit for bit.
 """
 
 from __future__ import annotations
@@ -25,24 +25,29 @@ from treadle.errors import EngineError
 from treadle.weights.parallel_copy import spread
 
 BLOCK_ELEMENTS = 1 << 18
-DENSE_FROM = 0.5  # changed part of a block from which its gaps are not worth their bytes
+DENSE_FROM = 0.5  # changed fraction of a block from which gaps take more bytes than they save
 Array = npt.NDArray[Any]
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Block:
-    """Changes in elements `start … start + count` of a weight; `planes` are the compressed sizes of its byte planes."""
+    """Changes in elements `start … start + count` of a weight; `planes` has the compressed size of each byte plane."""
 
     start: int
     count: int
     num_changed: int
-    gap_bytes: int  # 0: every element has a value
+    gap_bytes: int  # bytes of each gap; 0 if every element has a value
     planes: tuple[int, ...]
 
 
 def encode(old: Tensor, new: Tensor) -> list[tuple[Block, bytes]]:
-    """The blocks of a weight in which anything changed, each with its bytes. Both tensors contiguous, on the CPU."""
+    """Return the blocks of a weight in which anything changed, each with its compressed bytes.
+
+    Args:
+        old: the previous version, contiguous, on the CPU.
+        new: the same shape and dtype, contiguous, on the CPU.
+    """
     before, after = _integers(old).numpy(), _integers(new).numpy()
     found = spread(partial(_encode_block, before, after), range(0, len(before), BLOCK_ELEMENTS))
     return [block for block in found if block is not None]
@@ -65,7 +70,15 @@ def _encode_block(before: Array, after: Array, start: int) -> tuple[Block, bytes
 
 
 def apply(block: Block, data: bytes | memoryview, weight: Tensor) -> None:
-    """Bring a weight, contiguous and on any device, from old to new in this block."""
+    """Apply a block's changes to a weight in place.
+
+    Args:
+        block: one that `encode` returned.
+        data: its compressed bytes.
+        weight: the previous version, contiguous, on any device.
+    Raises:
+        EngineError: if the block does not fit the weight or its bytes are damaged.
+    """
     integers = _integers(weight)
     size = integers.element_size()
     num_values = block.num_changed if block.gap_bytes else block.count
@@ -88,7 +101,7 @@ def apply(block: Block, data: bytes | memoryview, weight: Tensor) -> None:
 
 
 def _add(target: Tensor, at: Array | slice, difference: Array) -> None:
-    if target.device.type == "cpu":  # numpy does it in this thread: blocks are applied side by side
+    if target.device.type == "cpu":  # numpy stays in this thread; other threads apply other blocks
         target.numpy()[at] += difference
     else:
         places = at if isinstance(at, slice) else torch.from_numpy(at).to(target.device)
@@ -104,12 +117,12 @@ def _zigzag(x: Array) -> Array:
 
 
 def _unzigzag(z: Array) -> Array:
-    mask = np.iinfo(z.dtype).max  # a logical shift: the sign bit must not come along
+    mask = np.iinfo(z.dtype).max  # makes the shift logical, without the sign bit
     return ((z >> 1) & mask) ^ -(z & 1)
 
 
 def _compressed(integers: Array, width: int) -> list[bytes]:
-    """The `width` low byte planes of an integer array, compressed."""
+    """Return the `width` low byte planes of an integer array, compressed."""
     import pyarrow
 
     codec = pyarrow.Codec("zstd", compression_level=1)
@@ -118,7 +131,7 @@ def _compressed(integers: Array, width: int) -> list[bytes]:
 
 
 def _joined(data: bytes | memoryview, sizes: tuple[int, ...], length: int, itemsize: int) -> Array:
-    """`length` integers from their compressed low byte planes; the bytes above are zero."""
+    """Return `length` integers from their compressed low byte planes; the bytes above are zero."""
     import pyarrow
 
     codec = pyarrow.Codec("zstd")

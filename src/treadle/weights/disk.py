@@ -1,7 +1,6 @@
-"""Weights through safetensors files on a disk that trainer and engines share: whole versions, in shards.
+"""Weights through safetensors files on a disk that trainer and engines share; each version has all weights, in shards.
 
-A version folder can be read by anything that reads a sharded Hugging Face model's weights (`weights.py` of an engine,
-`safetensors.torch.load_file`): it has the index file as well.
+A version folder has the index file of a sharded Hugging Face model, so that anything that loads one can read it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class DiskSender:
-    """The trainer's end: a folder for each version, the newest `keep` of them."""
+    """The trainer's end: writes a folder for each version and keeps the newest `keep` of them."""
 
     def __init__(self, weights: SentWeights, folder: Path, *, max_shard_bytes: int = 1 << 30, keep: int = 2):
         self._weights = weights
@@ -49,14 +48,14 @@ class DiskSender:
         return Offer(NAME, version, self._weights.specs, where)
 
     def deliver(self) -> None:
-        """Nothing to do: the files hold everything."""
+        """Do nothing: the files hold everything."""
 
     def close(self) -> None:
         self._writer.close()
 
 
 class DiskReceiver:
-    """The engine's end: checks every file, then copies."""
+    """The engine's end: checks every file, then copies the weights."""
 
     def __init__(self, served: ServedWeights):
         self.served = served
@@ -67,11 +66,11 @@ class DiskReceiver:
             self.served.copy_from(tensors, offer.version)
 
     def close(self) -> None:
-        """Nothing to free: files are open during an update only."""
+        """Do nothing: files are open during an update only."""
 
 
 def find(offer: Offer) -> tuple[Path, Manifest]:
-    """Folder and manifest of the offered version; raises `EngineError` where other weights stand under its number."""
+    """Return folder and manifest of the offered version; raise `EngineError` if its number now has other weights."""
     folder = Path(str(offer.where.get("folder")))
     manifest = read_manifest(folder, offer.version)
     if manifest.digest != offer.where.get("digest"):
@@ -81,7 +80,7 @@ def find(offer: Offer) -> tuple[Path, Manifest]:
 
 @contextmanager
 def open_offered(offer: Offer, *, verify: bool = True) -> Iterator[dict[str, Tensor]]:
-    """The offered weights, mapped from their files while inside; `verify` compares the files' checksums."""
+    """Map the offered weights from their files while inside; `verify` compares the files' checksums too."""
     folder, manifest = find(offer)
     paths = check_files(folder, manifest) if verify else file_paths(folder, manifest)
     with ExitStack() as stack:
@@ -89,16 +88,22 @@ def open_offered(offer: Offer, *, verify: bool = True) -> Iterator[dict[str, Ten
 
 
 def converted(weights: SentWeights, name: str) -> Tensor:
-    """A weight as it is sent: in the engine's dtype, contiguous, on the CPU."""
+    """Return a weight as it is sent: in the engine's dtype, contiguous, on the CPU."""
     return weights[name].to("cpu", weights.specs[name].dtype).contiguous()
 
 
 def write_shards(
     folder: Path, tensors: Iterator[tuple[str, Tensor]], specs: Mapping[str, WeightSpec], max_shard_bytes: int
 ) -> str:
-    """Write safetensors files of at most `max_shard_bytes` (or one weight) and their index; the weights' digest.
+    """Write safetensors files and their index; return the digest of the weights.
 
     One shard at a time is in memory.
+
+    Args:
+        folder: where the files go.
+        tensors: the weights with their names, contiguous, on the CPU, in the order of `specs`.
+        specs: their shapes and dtypes.
+        max_shard_bytes: size of a shard; a larger weight has a shard of its own.
     """
     shards = split_by_size(specs, max_shard_bytes)
     files: dict[str, str] = {}
@@ -115,7 +120,7 @@ def write_shards(
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors; of those that share memory (tied weights under two names) all but the first are copies."""
+    """Return the tensors with memory of their own: of weights tied under two names, all but the first are copies."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.data_ptr() in seen:
@@ -125,7 +130,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_by_size(specs: Mapping[str, WeightSpec], max_bytes: int) -> list[list[str]]:
-    """Names in order, cut so that each part has at most `max_bytes`; a larger weight is a part of its own."""
+    """Split the names, in order, into parts of at most `max_bytes`; a larger weight is a part of its own."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -138,7 +143,7 @@ def split_by_size(specs: Mapping[str, WeightSpec], max_bytes: int) -> list[list[
 
 
 def open_shards(paths: list[Path], specs: Mapping[str, WeightSpec], stack: ExitStack) -> dict[str, Tensor]:
-    """The weights of a version, mapped from its files; raises `EngineError` where they are not the offered ones."""
+    """Map the weights of a version from its files; raise `EngineError` if they are not the offered ones."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         if path.suffix != ".safetensors":
@@ -153,17 +158,17 @@ def open_shards(paths: list[Path], specs: Mapping[str, WeightSpec], stack: ExitS
 
 
 def digest_of(tensor: Tensor) -> str:
-    """xxh3-64 of a weight's bytes; the same on every device."""
+    """Return the xxh3-64 of a weight's bytes, which is the same on every device."""
     return xxhash.xxh3_64_hexdigest(as_bytes(tensor.detach().to("cpu").contiguous()).numpy().data)
 
 
 def digest_of_weights(digests: Mapping[str, str]) -> str:
-    """One digest of all weights, by name, whatever their order."""
+    """Return one digest of all weights from the digest of each; their order does not matter."""
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(digests.items())).encode())
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Digest of all weights as they are now."""
+    """Return the digest of all weights as they are now."""
     with torch.no_grad():
         return digest_of_weights({name: digest_of(tensor) for name, tensor in tensors.items()})
 

@@ -1,8 +1,8 @@
-"""Weights through a shared disk as what changed since the version before, with a whole snapshot now and then.
+"""Weights through a shared disk: the changes since the previous version, and regularly a snapshot of all weights.
 
-Each delta names the version it builds on and the digest of those weights; a receiver compares that digest with the
-weights it really holds before it changes anything, and the digest of the result after. An engine that is new, or whose
-last update broke off, starts at the last whole snapshot and applies the deltas since.
+Each delta names the version that it builds on and the digest of those weights. A receiver compares that digest with its
+own weights before it changes anything, and the digest of the result afterwards. A new engine, or one whose last update
+broke off, starts at the last snapshot and applies the deltas since.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ FILE = "delta.safetensors"
 
 
 class DeltaSender:
-    """The trainer's end. Holds a copy of the last version on the CPU, in the engine's dtype, to compare with.
+    """The trainer's end. It holds a copy of the last version on the CPU, in the engine's dtype, to compare with.
 
-    A whole snapshot is written first, every `full_every` versions, and where a delta would be no smaller.
+    It writes a snapshot first, then every `full_every` versions, and whenever a delta would not be smaller.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class DeltaSender:
         self._full_every, self._max_shard_bytes, self._keep = full_every, max_shard_bytes, keep
         self._held: dict[str, Tensor] = {}
         self._digests: dict[str, str] = {}
-        self._last: Base | None = None  # what is on disk and in `_held`; None: the next push is a whole one
-        self._deltas = 0  # since the last whole snapshot
+        self._last: Base | None = None  # the version on disk and in `_held`; None: the next push is a snapshot
+        self._deltas = 0  # since the last snapshot
 
     def offer(self, version: int) -> Offer:
         self._weights.take(version)
-        last, self._last = self._last, None  # until this version is written, `_held` is no base
+        last, self._last = self._last, None  # until this version is written, `_held` matches no version on disk
         is_repeat = last is not None and last.version == version
         room = 0 if last is None or is_repeat or self._deltas + 1 >= self._full_every else self._weights.num_bytes
         blocks = self._advance(room)
@@ -78,7 +78,7 @@ class DeltaSender:
         return Offer(NAME, version, self._weights.specs, where)
 
     def _advance(self, room: int) -> dict[str, list[tuple[Block, bytes]]] | None:
-        """Bring the held copy to the weights of now; what changed, or None where that takes `room` bytes or more."""
+        """Bring the held copy to the current weights; return the changes, or None if they take `room` bytes or more."""
         changes: dict[str, list[tuple[Block, bytes]]] = {}
         for name in self._weights.specs:
             new = converted(self._weights, name)
@@ -115,11 +115,11 @@ class DeltaSender:
         self._deltas = 0 if base is None else self._deltas + 1
 
     def start_over(self) -> None:
-        """Make the next push a whole snapshot, for an engine that refused the last one."""
+        """Make the next push a snapshot, for an engine that refused the last delta."""
         self._last = None
 
     def deliver(self) -> None:
-        """Nothing to do: the files hold everything."""
+        """Do nothing: the files hold everything."""
 
     def close(self) -> None:
         self._held.clear()
@@ -128,7 +128,7 @@ class DeltaSender:
 
 
 class DeltaReceiver:
-    """The engine's end: checks the chain of versions, then applies it in place."""
+    """The engine's end: checks the chain of versions, then applies it to the engine's weights in place."""
 
     def __init__(self, served: ServedWeights):
         self.served = served
@@ -141,7 +141,7 @@ class DeltaReceiver:
         if is_whole and served.version == offer.version and digest_of_tensors(served.tensors) == newest.digest:
             return
         chain = self._chain(folder, newest)
-        files = [check_files(folder, manifest) for manifest in chain]  # all of them before anything changes
+        files = [check_files(folder, manifest) for manifest in chain]  # checked before anything changes
         with ExitStack() as stack:
             snapshot = None if chain[0].base is not None else open_shards(files.pop(0), offer.specs, stack)
             with served.writing(offer.version):
@@ -151,10 +151,13 @@ class DeltaReceiver:
                     spread(lambda part: apply(part[1], part[2], served.tensors[part[0]]), _read_delta(paths))
                 found = digest_of_tensors(served.tensors)
                 if found != newest.digest:
-                    raise EngineError(f"version {offer.version} came out as {found} and should be {newest.digest}")
+                    raise EngineError(
+                        f"version {offer.version} has digest {found} after the update, expected {newest.digest}; "
+                        "push a whole snapshot"
+                    )
 
     def _chain(self, folder: Path, newest: Manifest) -> list[Manifest]:
-        """Versions to apply, oldest first: from what the engine holds, or from the last whole snapshot."""
+        """Return the versions to apply, oldest first: those after the engine's own, or from the last snapshot on."""
         chain = [newest]
         while (base := chain[0].base) is not None:
             if self.served.torn is None and self.served.version == base.version:
@@ -173,10 +176,11 @@ class DeltaReceiver:
         return chain
 
     def close(self) -> None:
-        """Nothing to free: files are open during an update only."""
+        """Do nothing: files are open during an update only."""
 
 
 def _read_delta(paths: list[Path]) -> Iterator[tuple[str, Block, memoryview]]:
+    """Yield the changed blocks of a delta's only file, each with the name of its weight and its compressed bytes."""
     (path,) = paths
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

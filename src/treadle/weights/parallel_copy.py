@@ -1,8 +1,8 @@
-"""Copies of many weights by threads of our own, and digests on the way.
+"""Copy many weights in threads of Treadle's own, and compute their digests meanwhile.
 
-torch divides each copy among its OpenMP threads and waits for all of them before the next: beside another busy program
-that costs a scheduler quantum for every weight. Here each thread takes whole pieces and nobody waits before the end; a
-piece is small enough that its digest is computed while it is still in the cache.
+torch splits each copy among its OpenMP threads and waits for all of them before the next copy. Beside another busy
+program that costs a scheduler quantum for every weight. Here each thread copies whole pieces, and threads wait for each
+other only at the end. A piece is small enough that its digest is computed while it is still in the cache.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import xxhash
 from torch import Tensor
 
 PIECE_BYTES = 1 << 20
-SERIAL_ELEMENTS = 32_000  # torch does a copy of this size in the thread that asks for it
+SERIAL_ELEMENTS = 32_000  # torch copies up to this size in the calling thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def spread(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """`call` of each item, in as many threads as torch uses; results in the order of the items."""
+    """Call `call` with each item, in as many threads as torch uses; return the results in the order of the items."""
     held = list(items)
     others = min(torch.get_num_threads(), len(held)) - 1
     if others < 1:
         return [call(item) for item in held]
     results: dict[int, Result] = {}
-    numbers = iter(range(len(held)))  # shared: each thread takes the next, and Python's lock is not fought over
+    numbers = iter(range(len(held)))  # shared: each thread takes the next item
 
     def work() -> None:
         for i in numbers:
@@ -55,12 +55,12 @@ def copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def copy_and_digest(pairs: Iterable[tuple[Tensor, Tensor]]) -> str:
-    """The same into contiguous targets on the CPU; returns the `digest` of the targets."""
+    """Copy each source into its target, contiguous and on the CPU; return the `digest` of the targets."""
     return _joined(spread(_copy_and_digest, _pieces(pairs)))
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """xxh3-128 of the xxh3-64s of all pieces, in order; tensors contiguous, on the CPU."""
+    """Return the xxh3-128 of the xxh3-64s of all pieces, in order. Tensors are contiguous, on the CPU."""
     return _joined(spread(_digest, (piece for piece, _ in _pieces((tensor, tensor) for tensor in tensors))))
 
 
@@ -87,7 +87,7 @@ def _copy(pair: tuple[Tensor, Tensor]) -> None:
 
 def _digest(piece: Tensor) -> bytes:
     state = xxhash.xxh3_64()
-    state.update(piece.view(torch.uint8).numpy().data)  # lets go of Python's lock, which `xxh3_64_digest` does not
+    state.update(piece.view(torch.uint8).numpy().data)  # releases the GIL, which `xxh3_64_digest` does not
     return state.digest()
 
 

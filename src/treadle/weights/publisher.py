@@ -100,7 +100,7 @@ class Publisher:
 async def exchange(
     transport: str, receiving: Awaitable[None], deliver: Callable[[], Awaitable[None]]
 ) -> list[BaseException]:
-    """Have the engines receive and the trainer deliver, side by side or, if the transport asks for it, one after the other.
+    """Have the engines receive and the trainer deliver: concurrently or, if the transport asks for it, in this order.
 
     Returns what was raised, the engines' part first.
     """

@@ -45,7 +45,10 @@ def process_group(store: dist.Store, rank: int, where: Mapping[str, Any]) -> Any
 
 
 def _gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    """Make a gloo group. On one machine it listens on loopback only, else on the interface of GLOO_SOCKET_IFNAME or the host's."""
+    """Make a gloo group.
+
+    On one machine it listens on loopback only, else on the interface of GLOO_SOCKET_IFNAME or the host's.
+    """
     kind: Any = dist.ProcessGroupGloo
     if host not in LOOPBACK:
         return kind(store, rank, size, timeout)

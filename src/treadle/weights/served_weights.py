@@ -49,8 +49,8 @@ class SentWeights:
 class ServedWeights:
     """The engine's weights: named tensors that are written in place, their version, and whether an update broke off.
 
-    `set_version` is called after each update. `version` is None until the first update. `torn` says which update broke off
-    half-way, and is None if the weights are complete. One object outlives receivers and senders.
+    `set_version` is called after each update. `version` is None until the first update. `torn` says which update broke
+    off half-way, and is None if the weights are complete. One object outlives receivers and senders.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], set_version: Callable[[int], None], version: int | None = None):

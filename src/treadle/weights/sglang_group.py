@@ -1,13 +1,14 @@
 """Weights broadcast into the process group that SGLang makes itself: gloo between CPUs, NCCL between GPUs.
 
-A server joins a group when it is told where, and takes a bucket when it is told which weights are in it. It does not check
-whether they fit, and it waits half an hour for a rank that is missing. The clients of all servers therefore come to the
-trainer's rendezvous first. Each reports how many ranks its server has and whether the offer fits, and the last one
-publishes the verdict. If any of them refuses, no server is told of the offer. Then the ranks of the servers make the
-group with the trainer, which is rank 0, unless all of them are in the group of the previous offer.
+A server joins a group when it is told where, and takes a bucket when it is told which weights are in it. It does not
+check whether they fit, and it waits half an hour for a rank that is missing. The clients of all servers therefore come
+to the trainer's rendezvous first. Each reports how many ranks its server has and whether the offer fits, and the last
+one publishes the verdict. If any of them refuses, no server is told of the offer. Then the ranks of the servers make
+the group with the trainer, which is rank 0, unless all of them are in the group of the previous offer.
 
 If a rank dies on the way, the group breaks; with gloo all others notice at once. Servers that were being written
-refuse to serve, and the next offer has a new rendezvous. The server contains no code of Treadle, so checksums are not compared.
+refuse to serve, and the next offer has a new rendezvous. The server contains no code of Treadle, so checksums are not
+compared.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +24,7 @@ import torch.distributed as dist
 
 from treadle.errors import EngineError
 from treadle.weights.base import Offer, WeightSpec
-from treadle.weights.broadcast_sender import BroadcastKind, BroadcastSender, RefusedOffer, one_line
+from treadle.weights.broadcast_sender import BroadcastKind, BroadcastSender, RefusedOffer, entering
 from treadle.weights.parallel_copy import copy_pairs
 from treadle.weights.rendezvous import join_rendezvous, process_group
 from treadle.weights.served_weights import SentWeights, ServedWeights
@@ -69,7 +71,10 @@ class Joining:
 
 
 class ServerRanks:
-    """One server's part at the rendezvous, which its client plays for it. `group` is the group it is in, until `leave`."""
+    """One server's part at the rendezvous, which its client plays for it.
+
+    `group` is the group it is in, until `leave`.
+    """
 
     def __init__(self) -> None:
         self._rendezvous: str | None = None
@@ -79,17 +84,11 @@ class ServerRanks:
     def enter(self, offer: Offer, ranks: int, refusal: EngineError | None = None) -> Joining:
         """Report that the server's ranks are there and whether the offer fits; return when all have reported.
 
-        A server that refuses must report too, because the others wait for it. Raises its refusal, or that another refused.
+        A server that refuses must report too, because the others wait for it. Raises its refusal, or that another
+        refused.
         """
-        try:
+        with entering(offer, refusal, self.leave):
             return self._enter(offer, ranks, refusal)
-        except RefusedOffer as error:
-            raise refusal or error from None
-        except (RuntimeError, OSError) as error:
-            self.leave()
-            raise EngineError(one_line(error)) from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"this offer names no rendezvous ({error!r}): {dict(offer.where)}") from error
 
     def _enter(self, offer: Offer, ranks: int, refusal: EngineError | None) -> Joining:
         where, key = offer.where, _key(offer)
@@ -148,8 +147,8 @@ def _key(offer: Offer) -> str:
 def _store_of_group(store: dist.Store, where: Mapping[str, Any]) -> dist.Store:
     """Return the part of a store in which the ranks of a group that SGLang made find each other.
 
-    SGLang prefixes all keys with the group's name, and torch (`_new_process_group_helper`) with that again and then with
-    the first device of the backend.
+    SGLang prefixes all keys with the group's name, and torch (`_new_process_group_helper`) with that again and then
+    with the first device of the backend.
     """
     name = group_name(where)
     device = "cuda" if where["backend"] == "nccl" else "cpu"
@@ -157,11 +156,8 @@ def _store_of_group(store: dist.Store, where: Mapping[str, Any]) -> dist.Store:
 
 
 KIND = BroadcastKind(NAME, lambda store, offer, device: _Trainer(store, device))
-
-
-def open_sglang_group(weights: SentWeights, num_receivers: int, **settings: Any) -> BroadcastSender:
-    """Open the trainer's end; `num_receivers` counts the ranks of all servers, `settings` are those of `BroadcastSender`."""
-    return BroadcastSender(KIND, weights, num_receivers, **settings)
+open_sglang_group = partial(BroadcastSender, KIND)
+"""Opens the trainer's end, with the arguments of `BroadcastSender` after `kind`; receivers are the servers' ranks."""
 
 
 def _no_receiver(served: ServedWeights) -> NoReturn:

@@ -1,21 +1,20 @@
-"""Weights through one mapped file in shared memory: trainer and engines on the same machine.
+"""Weights through a mapped file in shared memory: trainer and engines on the same machine.
 
-    <folder>/treadle-weights-XXXX/     mode 0700, one for each sender; removed on close, or by the next sender's start
-        lock                           flocked for the sender's life, so that a crash is known
+    <folder>/treadle-weights-XXXX/     mode 0700, one for each sender; removed on close, or when the next sender starts
+        lock                           locked while the sender lives: an unlocked folder is left from a crash
         0/model.safetensors, 1/…       slots, mode 0600: a header of whole pages, then all weights
 
-A slot is a file of safetensors, alone in its folder, so that an engine can load it with what it loads any model with.
+A slot is a safetensors file, alone in its folder, so that an engine can load it as it loads any model.
 
-Slots are written in turn and their pages used again, so only the first pushes pay for fresh memory. The sender locks
-a slot to write it and a reader shares that lock for as long as any tensor of its view lives; a slot that somebody
-reads is passed over. So the newest whole version stays readable while the next is written, and memory is twice the
-weights while readers copy and let go.
+Slots are written in turn and their pages are used again, so only the first pushes allocate memory. The sender locks
+a slot to write it. A reader holds a shared lock for as long as any tensor of its view lives, and a slot that is being
+read is skipped. The newest complete version therefore stays readable while the next is written. Two slots are enough
+if readers release each version before the next push.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import mmap
 import os
@@ -30,7 +29,8 @@ import torch
 from torch import Tensor
 
 from treadle.errors import EngineError
-from treadle.weights.base import Offer
+from treadle.storage.folder_lock import try_lock, unlock
+from treadle.weights.base import SAFETENSORS_NAMES, Offer
 from treadle.weights.parallel_copy import digest
 from treadle.weights.served_weights import SentWeights, ServedWeights
 from treadle.weights.tensor_layout import Layout
@@ -39,22 +39,7 @@ from treadle.weights.transport import Transport
 NAME = "shm"
 PREFIX = "treadle-weights-"
 FILE = "model.safetensors"
-LENGTH_BYTES = 8  # of the header's length, at the start of every file of safetensors
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-}
-"""What safetensors calls the dtypes that can be offered."""
+LENGTH_BYTES = 8  # of the header's length, at the start of every safetensors file
 GIB = 2**30
 
 
@@ -66,7 +51,7 @@ class _Slot:
     memory: mmap.mmap | None = field(default=None, repr=False)
 
     def open(self) -> None:
-        """Create the file with memory behind every byte, so that a full file system is an error, not a SIGBUS."""
+        """Create the file and reserve memory for all of it, so that a full file system is an error, not a SIGBUS."""
         self.path.parent.mkdir(mode=0o700)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -77,21 +62,22 @@ class _Slot:
         self.memory = mmap.mmap(self.descriptor, self.size)
 
     def is_read(self) -> bool:
-        """True where a reader holds the slot; else the sender holds it now."""
-        return not _lock(self.descriptor, fcntl.LOCK_EX)
+        """Return True if a reader holds the slot; if not, the sender holds it now."""
+        return not try_lock(self.descriptor)
 
     def release(self) -> None:
-        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        """Let readers in again."""
+        unlock(self.descriptor)
 
     def remove(self) -> None:
-        """Readers keep their maps; the memory goes with the last of them."""
+        """Remove the file. Readers keep their maps; the memory is freed with the last of them."""
         shutil.rmtree(self.path.parent, ignore_errors=True)
         os.close(self.descriptor)
         self.memory = None
 
 
 class ShmSender:
-    """The trainer's end: owns the folder and writes one slot for each version."""
+    """The trainer's end: owns the folder and writes each version into a slot."""
 
     def __init__(self, weights: SentWeights, folder: Path | None = None):
         self._weights = weights
@@ -122,7 +108,7 @@ class ShmSender:
         return Offer(NAME, version, self._weights.specs, where)
 
     def _free_slot(self) -> _Slot:
-        """A slot that nobody reads and that is not the newest, locked for writing."""
+        """Return a slot that is not being read and is not the newest, locked for writing."""
         for slot in self._slots:
             if slot is not self._newest and not slot.is_read():
                 return slot
@@ -131,11 +117,11 @@ class ShmSender:
         self._made += 1
         self._slots.append(slot)
         if slot.is_read():
-            raise AssertionError(f"nobody else can know the new {slot.path}")
+            raise AssertionError(f"the new slot {slot.path} is locked by another process")
         return slot
 
     def deliver(self) -> None:
-        """Nothing to do: the offer holds everything. Spare slots that slow readers left are given back."""
+        """Free the spare slots that slow readers made necessary; the offer holds everything."""
         for slot in self._slots[2:]:
             if slot is not self._newest and not slot.is_read():
                 slot.remove()
@@ -152,7 +138,7 @@ class ShmSender:
 
 
 class ShmReceiver:
-    """The engine's end: maps what is offered, checks it, copies it into the engine's weights."""
+    """The engine's end: maps the offered file, checks it and copies it into the engine's weights."""
 
     def __init__(self, served: ServedWeights):
         self.served = served
@@ -162,15 +148,21 @@ class ShmReceiver:
         self.served.copy_from(map_offer(offer), offer.version)
 
     def close(self) -> None:
-        """Nothing to free: the map of each update goes with its tensors."""
+        """Do nothing: the map of each update is freed with its tensors."""
 
 
 def map_offer(offer: Offer, *, verify: bool = True) -> dict[str, Tensor]:
-    """The offered weights without a copy: tensors on the sender's file.
+    """Return the offered weights without a copy, as tensors in the sender's file.
 
-    They stay as they are while any of them lives: the map holds the slot's lock, also once the sender is gone. Writing
-    to one changes a private copy of that page. Raises `EngineError` where the file is not the whole of that version:
-    its header, written last, is another one, or, unless `verify` is off, the bytes do not match their checksum.
+    The file does not change while any of them lives, even after the sender has ended, because the map holds the slot's
+    lock. Writing to a tensor changes a private copy of that page.
+
+    Args:
+        offer: the offer of a `ShmSender`.
+        verify: compare the bytes with their checksum too.
+    Raises:
+        EngineError: if the file does not hold the complete version: its header, which is written last, differs, or the
+            bytes do not match their checksum.
     """
     path = Path(str(offer.where.get("path")))
     layout = Layout.dense(offer.specs)
@@ -181,20 +173,24 @@ def map_offer(offer: Offer, *, verify: bool = True) -> dict[str, Tensor]:
             f"version {offer.version} is not at {path} ({error.strerror}); is the trainer gone?"
         ) from error
     try:
-        if not _lock(descriptor, fcntl.LOCK_SH):
-            raise EngineError(f"{path} is being written; version {offer.version} is gone; take the next")
+        if not try_lock(descriptor, shared=True):
+            raise EngineError(
+                f"{path} is being overwritten, so version {offer.version} is gone; receive the next version"
+            )
         size = os.fstat(descriptor).st_size
         start = size - layout.num_bytes
         if start <= 0:
             raise EngineError(f"{path} has {size} bytes, version {offer.version} needs {layout.num_bytes}")
-        # The map keeps a duplicate of the descriptor, and with it the lock, until its last tensor is gone.
+        # The map keeps a duplicate of the descriptor, and with it the lock, until its last tensor is freed.
         memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     expected = _header(layout, offer.version, start, str(offer.where.get("digest")))
     if bytes(memory[: len(expected)]) != expected:
-        raise EngineError(f"{path} does not hold version {offer.version} whole; its header is not the offered one")
+        raise EngineError(
+            f"{path} does not hold version {offer.version} whole; its header differs from the offered one"
+        )
     views = layout.views(flat[start:])
     if verify and digest(views.values()) != offer.where["digest"]:
         raise EngineError(f"{path} is damaged: the bytes of version {offer.version} do not match their checksum")
@@ -202,23 +198,23 @@ def map_offer(offer: Offer, *, verify: bool = True) -> dict[str, Tensor]:
 
 
 def default_folder() -> Path:
-    """Shared memory where the machine has it, else the folder for temporary files."""
+    """Return the folder of shared memory if the machine has one, else the folder for temporary files."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def remove_abandoned(base: Path) -> int:
-    """Delete what senders that crashed left in `base`; returns how many there were. Live senders hold their lock."""
+    """Remove the folders in `base` of senders that crashed, and return their number. Live senders hold their lock."""
     removed = 0
     for folder in base.glob(PREFIX + "*"):
         try:
             if folder.stat().st_uid != os.getuid():
                 continue
             descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # another sender's that is just being made or removed
+        except OSError:  # another sender is creating or removing it
             continue
         try:
-            if _lock(descriptor, fcntl.LOCK_EX):
+            if try_lock(descriptor):
                 shutil.rmtree(folder, ignore_errors=True)
                 removed += 1
         finally:
@@ -232,27 +228,30 @@ def _make_folder(base: Path) -> tuple[Path, int]:
         descriptor = os.open(folder / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise EngineError(f"{base} can't be written ({error.strerror}); give another folder for weights") from error
-    _lock(descriptor, fcntl.LOCK_EX)
-    os.rename(folder / "new", folder / "lock")  # locked before anybody can see it and take its owner for dead
+    try_lock(descriptor)
+    os.rename(folder / "new", folder / "lock")  # locked before another sender can find it and remove it as abandoned
     return folder, descriptor
 
 
 def _reserve(descriptor: int, folder: Path, size: int) -> None:
     if sys.platform == "linux":
         os.posix_fallocate(descriptor, 0, size)
-    else:  # no such call on macOS: looking at the free space first is the next best
+    else:  # macOS has no such call, so only the free space is compared
         if shutil.disk_usage(folder).free < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(descriptor, size)
 
 
 def _header(layout: Layout, version: int, size: int, checksum: str) -> bytes:
-    """The header of a slot, filled up to `size`. Both ends can write it, so a reader compares and never parses."""
+    """Return the header of a slot, padded to `size`.
+
+    Both ends can write it, so a reader compares and never parses it.
+    """
     fields: dict[str, Any] = {
         "__metadata__": {"format": "pt", "treadle": "1", "version": str(version), "xxh3": checksum},
         **{
             name: {
-                "dtype": DTYPE_NAMES[spec.dtype],
+                "dtype": SAFETENSORS_NAMES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [layout.offsets[name], layout.offsets[name] + spec.num_bytes],
             }
@@ -262,14 +261,6 @@ def _header(layout: Layout, version: int, size: int, checksum: str) -> bytes:
     text = json.dumps(fields).encode()
     text += b" " * (size - LENGTH_BYTES - len(text))
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _pages(num_bytes: int) -> int:

@@ -1,9 +1,10 @@
-"""Named weights as one run of bytes: where each lies, and how the run is cut into buckets."""
+"""The layout of named weights in one byte buffer, and how it is split into buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 @dataclass(frozen=True)
 class Layout:
-    """Byte offset of each weight, and the size of all of them with the gaps between."""
+    """Byte offset of each weight, and the size of all of them with their gaps."""
 
     specs: Mapping[str, WeightSpec]
     offsets: Mapping[str, int]
@@ -23,23 +24,22 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Mapping[str, WeightSpec]) -> Layout:
-        offsets, at = {}, 0
-        for name, spec in specs.items():
-            offsets[name] = at
-            at += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
-        return cls(specs, offsets, at)
+        """Return the layout in which each weight starts at a multiple of `ALIGNMENT`, in the order of the names."""
+        return cls._placed(specs, list(specs), ALIGNMENT)
 
     @classmethod
     def dense(cls, specs: Mapping[str, WeightSpec]) -> Layout:
-        """Without gaps, as safetensors wants it: the widest dtypes first, so that each weight is still aligned to its own."""
-        offsets, at = {}, 0
-        for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
-            offsets[name] = at
-            at += specs[name].num_bytes
-        return cls(specs, offsets, at)
+        """Return the layout without gaps, which safetensors needs. The widest dtypes come first, so each is aligned."""
+        return cls._placed(specs, sorted(specs, key=lambda name: -specs[name].dtype.itemsize), 1)
+
+    @classmethod
+    def _placed(cls, specs: Mapping[str, WeightSpec], names: list[str], alignment: int) -> Layout:
+        ends = accumulate((-(-specs[name].num_bytes // alignment) * alignment for name in names), initial=0)
+        *starts, end = ends
+        return cls(specs, dict(zip(names, starts, strict=True)), end)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The weights as views of `flat`, a uint8 tensor of `num_bytes`."""
+        """Return the weights as views of `flat`, uint8 [num_bytes]."""
         return {
             name: flat[self.offsets[name] :][: spec.num_bytes].view(spec.dtype).view(spec.shape)
             for name, spec in self.specs.items()
@@ -80,11 +80,11 @@ def buckets(specs: Mapping[str, WeightSpec], bucket_bytes: int) -> Iterator[Sequ
 
 
 def bucket_views(pieces: Sequence[Piece], specs: Mapping[str, WeightSpec], buffer: Tensor) -> list[Tensor]:
-    """Flat views of a uint8 buffer, one for each piece, in the layout that both ends use."""
+    """Return a flat view of a uint8 buffer for each piece, in the layout that both ends use."""
     parts = {str(i): WeightSpec((p.stop - p.start,), specs[p.name].dtype) for i, p in enumerate(pieces)}
     return list(Layout.of(parts).views(buffer).values())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor's memory as uint8 [bytes]."""
+    """Return the memory of a contiguous CPU tensor as uint8 [bytes]."""
     return tensor.reshape(-1).view(torch.uint8)

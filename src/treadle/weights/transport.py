@@ -33,9 +33,9 @@ _INTERNAL = {
 class TransportPlan:
     """What the sender of a run must know.
 
-    `num_receivers` counts processes: a server that divides its model among GPUs has one for each of them. `folder` is for
-    transports that write files. `host` is the trainer's address as the engines reach it. `backend` is that of broadcasts,
-    gloo or nccl, and `timeout_seconds` bounds each of their steps.
+    `num_receivers` counts processes: a server that divides its model among GPUs has one for each of them. `folder` is
+    for transports that write files. `host` is the trainer's address as the engines reach it. `backend` is that of
+    broadcasts, gloo or nccl, and `timeout_seconds` bounds each of their steps.
     """
 
     name: str
@@ -94,8 +94,8 @@ def choose_transport(asked: str, *, on_one_node: bool, on_gpu: bool) -> str:
     transport = find_transport(asked)
     if transport.needs_one_node and not on_one_node:
         raise ConfigError(
-            f"weight_transport = {asked} needs trainer and engines on one node, and this run has several; use broadcast, "
-            "or disk with a shared folder"
+            f"weight_transport = {asked} needs trainer and engines on one node, and this run has several; "
+            "use broadcast, or disk with a shared folder"
         )
     if transport.needs_gpu and not on_gpu:
         raise ConfigError(f"weight_transport = {asked} needs weights on a GPU, and this run has none; use shm")
@@ -103,7 +103,10 @@ def choose_transport(asked: str, *, on_one_node: bool, on_gpu: bool) -> str:
 
 
 def open_sender(plan: TransportPlan, weights: SentWeights) -> WeightSender:
-    """Open the trainer's end of the planned transport. Its offers carry the plan's name, by which engines find their end."""
+    """Open the trainer's end of the planned transport.
+
+    Its offers carry the plan's name, by which engines find their end.
+    """
     return _NamedSender(find_transport(plan.name).open_sender(weights, plan), plan.name)
 
 

@@ -1,29 +1,28 @@
-"""A folder of weight versions on disk: each is complete or not there; old ones are removed.
+"""A folder of weight versions on disk. Each version is complete or absent, and old versions are removed.
 
     <folder>/
-        .lock                held for the writer's life: one writer, and a crash is known
+        .lock                locked while the writer lives: one writer at a time
         v00000007/           one version
             …                its files
             manifest.json    version, digest, base, and size and xxh3-128 of every file; written last
 
-What a writer finds from an earlier one is removed when it starts: engines that need it have had it.
+When a writer starts, it removes the versions that an earlier writer left.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from treadle.errors import ConfigError, EngineError
 from treadle.storage.folder_lock import FolderLock
-from treadle.storage.manifest import MANIFEST, commit_folder, entries_of, fault_of_file
+from treadle.storage.manifest import MANIFEST, Entries, commit_folder, entries_of, fault_of_file
 
 GIB = 2**30
 
@@ -38,21 +37,16 @@ class Base:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a version folder holds: whole weights, or what changed since `base`. `digest` is that of the weights."""
+    """What a version folder holds: all weights, or the changes since `base`. `digest` is the digest of the weights."""
 
     version: int
     digest: str
-    files: Mapping[str, Mapping[str, Any]]
-    base: Base | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        base = None if self.base is None else {"version": self.base.version, "digest": self.base.digest}
-        files = {name: dict(entry) for name, entry in self.files.items()}
-        return {"version": self.version, "digest": self.digest, "base": base, "files": files}
+    base: Base | None
+    files: Entries
 
 
 class VersionWriter:
-    """Writes versions into a folder that is its own while it lives."""
+    """Writes versions into a folder, which it locks until it is closed."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -70,14 +64,25 @@ class VersionWriter:
     def write(
         self, version: int, write_files: Callable[[Path], str], num_bytes: int, base: Base | None = None
     ) -> Manifest:
-        """One version: `write_files(folder)` makes its files and returns the digest of the weights."""
+        """Write one version.
+
+        Args:
+            version: its number; a version with the same number is replaced.
+            write_files: writes the files into the folder it is given and returns the digest of the weights.
+            num_bytes: the free space that the files need.
+            base: the version that a delta builds on.
+        Returns:
+            The manifest.
+        Raises:
+            EngineError: if there is no room or the files can't be written.
+        """
         work, target = self.folder / f".{name_of(version)}", self.folder / name_of(version)
         try:
             self._refuse_without_room(version, num_bytes)
             work.mkdir(mode=0o700)
             digest = write_files(work)
-            manifest = Manifest(version, digest, entries_of(work), base)
-            (work / MANIFEST).write_text(json.dumps(manifest.to_json()))
+            manifest = Manifest(version, digest, base, entries_of(work))
+            (work / MANIFEST).write_text(json.dumps(asdict(manifest)))
             shutil.rmtree(target, ignore_errors=True)  # the same version, sent again
             commit_folder(work, target)
             self._bases[version] = None if base is None else base.version
@@ -98,7 +103,7 @@ class VersionWriter:
             )
 
     def keep(self, newest: int) -> None:
-        """Remove all but the newest versions and what those build on."""
+        """Remove all but the `newest` last versions and those that they build on."""
         kept = set(sorted(self._bases)[-newest:])
         oldest: int | None = min(kept, default=None)
         while oldest is not None:
@@ -114,28 +119,28 @@ class VersionWriter:
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove every version, and the folder where nothing else is in it."""
+        """Remove every version, and the folder if nothing else is in it. May be called twice."""
         if not self._is_open:
             return
         self._is_open = False
         self._remove_versions()
         self._lock.close()
-        with suppress(OSError):  # there is something in it, or it is gone
+        with suppress(OSError):  # it has other files, or was removed
             self.folder.rmdir()
 
 
 def name_of(version: int) -> str:
-    """Folder name of a version."""
+    """Return the folder name of a version."""
     return f"v{version:08d}"
 
 
 def list_versions(folder: Path) -> list[int]:
-    """Versions in the folder, oldest first; half-written ones have another name."""
+    """Return the complete versions in the folder, oldest first."""
     return sorted(int(path.name[1:]) for path in folder.glob("v*") if path.name[1:].isdigit())
 
 
 def read_manifest(folder: Path, version: int) -> Manifest:
-    """Manifest of a version; raises `EngineError` where it is missing or unreadable."""
+    """Return the manifest of a version; raise `EngineError` if it is missing or damaged."""
     path = folder / name_of(version) / MANIFEST
     try:
         data = json.loads(path.read_text())
@@ -145,7 +150,7 @@ def read_manifest(folder: Path, version: int) -> Manifest:
         }
         if not files:
             raise ValueError("it lists no files")
-        found = Manifest(int(data["version"]), str(data["digest"]), files, base)
+        found = Manifest(int(data["version"]), str(data["digest"]), base, files)
     except OSError as error:
         raise EngineError(
             f"version {version} is not in {folder} ({error.strerror}); push it again, or keep more versions"
@@ -153,17 +158,20 @@ def read_manifest(folder: Path, version: int) -> Manifest:
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise EngineError(f"{path} is damaged ({error!r}); push version {version} again") from error
     if found.version != version or (base is not None and base.version >= version):
-        raise EngineError(f"{path} is damaged: it is about version {found.version}, based on {found.base}")
+        raise EngineError(
+            f"{path} is damaged: it describes version {found.version} based on {found.base}; "
+            f"push version {version} again"
+        )
     return found
 
 
 def file_paths(folder: Path, manifest: Manifest) -> list[Path]:
-    """Where the files of a version are."""
+    """Return the paths of a version's files."""
     return [folder / name_of(manifest.version) / Path(name).name for name in manifest.files]
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[Path]:
-    """Return the files of a version; raises `EngineError` if one differs from its entry in the manifest."""
+    """Return the paths of a version's files; raise `EngineError` if a file differs from its entry in the manifest."""
     paths = file_paths(folder, manifest)
     for path, entry in zip(paths, manifest.files.values(), strict=True):
         if fault := fault_of_file(path, entry):

@@ -1,6 +1,6 @@
-"""What vLLM loads by the entry point `vllm.general_plugins`: it makes Treadle's weight transfer known by its name.
+"""The plugin that vLLM loads through its entry point `vllm.general_plugins`: it registers Treadle's weight transfer.
 
-It runs inside vLLM's processes, whose interpreter has torch, safetensors and xxhash, and none of Treadle's other needs.
+It runs in vLLM's processes, whose interpreter has torch, safetensors and xxhash but not Treadle's other dependencies.
 """
 
 BACKEND = "treadle"
@@ -8,7 +8,7 @@ BACKEND = "treadle"
 
 
 def register() -> None:
-    """Tell vLLM of the backend; it loads plugins in each of its processes, and may do so twice."""
+    """Register the backend in this process of vLLM, which may load its plugins twice."""
     from contextlib import suppress
 
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory

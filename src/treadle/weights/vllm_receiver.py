@@ -1,13 +1,13 @@
-"""The end of the weight transports inside a vLLM server: an offer comes over HTTP, the weights from where it says.
+"""The engine's end of the weight transports inside a vLLM server, which gets the offer over HTTP.
 
-An update is three requests: start, then `update_weights` twice with the same offer, then finish. The first one only
-checks (every worker its own part, before any of them changes), the second one loads. What fails in the first leaves
-the old weights whole; what fails in the second leaves a model that must not serve until a whole update has come.
-For a broadcast the first request is where all ranks say that they are ready, the second one takes the buckets.
+An update is a start request, `update_weights` twice with the same offer, and a finish request. The first
+`update_weights` only checks the offer, in every worker, and the second one loads it. If the check fails, the old
+weights are still complete. If loading fails, the model must not serve until a complete update has succeeded. For a
+broadcast, all ranks report that they are ready in the first request and receive the buckets in the second.
 
-Where a server divides its model among several workers, each of them receives all weights, and is a rank of its own.
-vLLM splits and joins the weights of a checkpoint itself (fused projections, tensor parallelism, packed layouts of CPU
-kernels), so they are given to its own loader.
+If a server divides its model among several workers, each of them receives all weights and is a rank of its own. vLLM's
+own loader is given the weights, because it fuses projections, splits them for tensor parallelism and packs them for CPU
+kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from treadle.weights.whole_offer import expected_specs, opened
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """The initial handshake, which carries nothing."""
 
 
 @dataclass
@@ -58,13 +58,13 @@ class TreadleWeights(WeightTransferEngine[NoInit, OfferedWeights]):
         self._intake = broadcast.BroadcastIntake()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to do."""
+        """Do nothing: each offer says all that is needed."""
 
     def start_weight_update(self) -> None:
-        """Nothing to do yet: what is offered must be checked first."""
+        """Do nothing: the offer must be checked first."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own, which also waits for an accelerator where there is none."""
+        """Do what vLLM's own method does, without waiting for an accelerator if there is none."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -94,9 +94,9 @@ class TreadleWeights(WeightTransferEngine[NoInit, OfferedWeights]):
             initialize_layerwise_reload(self.model)
             try:
                 self.model.load_weights(weights)
-                if (left := next(weights, None)) is not None:  # asked for anyway: it is how a broadcast ends
+                if (left := next(weights, None)) is not None:  # the iterator must be exhausted, which ends a broadcast
                     raise EngineError(f"vLLM's loader stopped before {left[0]!r}; can it load this model?")
-            finally:  # vLLM keeps what came of a layer, and would add the next update to it
+            finally:  # otherwise vLLM keeps a partial layer and adds the next update to it
                 finalize_layerwise_reload(self.model, self.model_config)
             refresh_prepacked_heads(self.model)
 
@@ -107,17 +107,17 @@ class TreadleWeights(WeightTransferEngine[NoInit, OfferedWeights]):
         return self._expected
 
     def finish_weight_update(self) -> None:
-        """Nothing to do: `update_weights` left a whole model or raised."""
+        """Do nothing: `update_weights` left a complete model or raised."""
 
     def shutdown(self) -> None:
         self._intake.leave()
 
 
 def refresh_prepacked_heads(model: torch.nn.Module) -> None:
-    """Have heads of which CPU kernels keep a packed copy pack it again.
+    """Pack again the output heads of which CPU kernels keep a packed copy.
 
-    vLLM packs the matrix of a head when it is loaded. A head that is tied to the embeddings gets no weights of its own
-    in a reload, so it would go on with the copy of the old ones.
+    vLLM packs the matrix of a head when it loads it. A head that is tied to the embeddings gets no weights of its own
+    in a reload, so it would keep the packed copy of the old weights.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

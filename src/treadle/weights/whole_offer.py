@@ -1,6 +1,6 @@
-"""Weights that lie whole somewhere, for an engine that has its own way of loading them: what it must find, and where.
+"""Offers whose weights can be opened all at once, for engines that load weights in their own way.
 
-Needs torch, safetensors and xxhash only: it also runs inside servers.
+This module also runs inside servers, so it needs torch, safetensors and xxhash only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ HEAD = "lm_head.weight"
 
 @contextmanager
 def opened(offer: Offer, *, verify: bool) -> Iterator[Mapping[str, Tensor]]:
-    """The offered weights, mapped from where they lie; they stay there meanwhile. `verify` compares checksums too, where
-    there are any."""
+    """Open the offered weights in place while inside; `verify` compares checksums too, if the transport has them."""
     if offer.transport == "disk":
         with open_offered(offer, verify=verify) as tensors:
             yield tensors
@@ -43,11 +42,11 @@ def opened(offer: Offer, *, verify: bool) -> Iterator[Mapping[str, Tensor]]:
     try:
         yield tensors
     finally:
-        tensors.clear()  # kept until here: with its last tensor the map lets go of the file
+        tensors.clear()  # the map releases the file with its last tensor
 
 
 def folder_of(offer: Offer) -> Path:
-    """Folder of safetensors that holds the offered weights and nothing else; only for offers that were opened."""
+    """Return the folder of safetensors files that holds the offered weights only. The offer was opened before."""
     if offer.transport == "shm":
         return Path(str(offer.where["path"])).parent
     folder, manifest = find(offer)
@@ -55,9 +54,9 @@ def folder_of(offer: Offer) -> Path:
 
 
 def expected_specs(folder: Path, dtype: torch.dtype, tied: bool) -> dict[str, WeightSpec]:
-    """Names and shapes of the weights that the model folder holds, in the dtype the server computes in.
+    """Return names and shapes of the weights in a model folder, in the dtype that the server computes in.
 
-    The head of a tied model is not one of them. Raises `EngineError` where the folder has no safetensors.
+    The head of a tied model is left out. Raises `EngineError` if the folder has no safetensors files.
     """
     index = folder / "model.safetensors.index.json"
     files = (

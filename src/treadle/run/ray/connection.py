@@ -1,4 +1,4 @@
-"""The Ray that a run uses: one that is there already, one that is joined, or one that is started and ended with it."""
+"""The Ray that a run uses: the caller's, one that is joined, or one that is started and ended with the run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NO_IDLE_WORKERS = {"prestart_worker_first_driver": False}
 """Ray's setting not to start a process for each CPU in advance: a run's workers have an environment of their own, so
 they would never be used."""
-
-
 REACH_SECONDS = 10.0
 
 MAX_FOLDER_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
@@ -36,7 +34,7 @@ MAX_FOLDER_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/socket
 def ray_running(cluster: ClusterSection, progress: Progress) -> Iterator[bool]:
     """Have Ray inside the `with`; yields whether the cluster may grow beyond what it has now.
 
-    Raises `ConfigError` where Ray is not installed or the address does not answer.
+    Raises `ConfigError` if Ray is not installed or the address does not answer.
     """
     own = cluster.ray_address is None
     if own and cluster.ray_bind_address in LOOPBACK:

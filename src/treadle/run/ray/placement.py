@@ -1,4 +1,4 @@
-"""Where the workers of a run go: one bundle for each GPU (or CPU worker), sorted by node and device.
+"""The placement of a run's workers: one bundle for each GPU (or CPU worker), sorted by node and device.
 
 Train workers take the first bundles, engines those after them, or the same ones with colocate.
 """
