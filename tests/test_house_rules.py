@@ -14,7 +14,7 @@ FOLDERS = ("src", "tests", "examples", "benches", "scripts", "recipes", "docs", 
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt", ".importlinter")
 TEXT = {".py", ".md", ".toml", ".txt", ".sh", ".ini", ""}
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_LONG_FUNCTION_LINES, MAX_PARAMETERS = 500, 60, 80, 8
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_LONG_FUNCTION_LINES, MAX_PARAMETERS, MAX_METHODS = 500, 60, 80, 8, 18
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # What is optional or belongs to one seam is imported by its own files only.
 OWNERS = {
@@ -86,6 +86,17 @@ def test_functions_have_few_parameters():
             names = names[1:] if names[:1] in (["self"], ["cls"], ["ctx"]) else names
             if len(names) > MAX_PARAMETERS:
                 faults.append(f"{relative(path)}:{node.lineno}: {node.name} has {len(names)} parameters; make a record")
+    report(faults)
+
+
+def test_classes_have_few_methods():
+    faults = []
+    for name, tree in PACKAGE.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                count = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+                if count > MAX_METHODS:
+                    faults.append(f"{name}:{node.lineno}: {node.name} has {count} methods, at most {MAX_METHODS}")
     report(faults)
 
 
@@ -218,6 +229,19 @@ def test_test_folders_mirror_the_source():
     unit = ROOT / "tests" / "unit"
     folders = [p.relative_to(unit) for p in unit.rglob("*") if p.is_dir() and p.name != "__pycache__"]
     report([f"tests/unit/{p}: there is no src/treadle/{p}" for p in folders if not (SOURCE / p).is_dir()])
+
+
+def test_test_files_mirror_the_source():
+    """A file tests the module of its name; more tests of it are in files that go on after its name, or after the folder's."""
+    unit = ROOT / "tests" / "unit"
+    modules = {name.removesuffix(".py") for name in PACKAGE}
+    faults = []
+    for path in unit.rglob("test_*.py"):
+        folder, name = path.parent.relative_to(unit).as_posix(), path.stem.removeprefix("test_")
+        here = {module.rpartition("/")[2] for module in modules if (module.rpartition("/")[0] or ".") == folder}
+        if not any(name == module or name.startswith(f"{module}_") for module in here):
+            faults.append(f"{relative(path)}: there is no module {folder}/{name}.py")
+    report(faults)
 
 
 # Pages

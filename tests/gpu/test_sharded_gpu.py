@@ -12,7 +12,7 @@ import torch
 from treadle.config import Config, batch_arithmetic
 from treadle.training.parallel import Grid, ParallelSpec, alone, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
-from treadle.training.sharded_state import load_parallel
+from treadle.training.sharded_state import full_parameters, load_parallel
 from treadle.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
@@ -47,8 +47,8 @@ def test_one_shard_trains_as_the_whole(join, tiny_model_dir, make_config, make_g
     for seed in range(3):
         for trainer in (whole, sharded):
             trainer.train(make_groups(seed=seed), seed)
-    expected = dict(whole.full_parameters())
-    for name, weight in sharded.full_parameters():
+    expected = dict(full_parameters(whole.policy))
+    for name, weight in full_parameters(sharded.policy):
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5)
 
 
@@ -56,7 +56,7 @@ def test_bfloat16_shards_keep_float32_masters(join, tiny_model_dir, make_config,
     trainer = trainer_on(join(), tiny_model_dir, make_config(**FIELDS), torch.bfloat16)
     trainer.train(make_groups())
     assert {p.dtype for p in trainer.optimizer.masters.values()} == {torch.float32}
-    assert {weight.dtype for _, weight in trainer.full_parameters()} == {torch.bfloat16}
+    assert {weight.dtype for _, weight in full_parameters(trainer.policy)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -18,6 +18,7 @@ from treadle.models.saving import save_model, write_model_config
 from treadle.models.trainable import stored_buffers
 from treadle.training.parallel import Grid, ParallelModel, gathered, local_part, part_of, shard
 from treadle.training.tensor_files import TensorFiles, plan_files, write_files, write_index
+from treadle.weights import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,13 +83,24 @@ def _first_pass(parallel: ParallelModel, body: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def full_parameters(parallel: ParallelModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each weight whole, in `dtype` on the device; every rank takes part and gets one at a time.
+def full_parameters(parallel: ParallelModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield each published weight in full, one at a time, on every rank; all ranks must run through it at the same time.
+
+    Weights are in `dtype`, by default the compute dtype, on the device.
 
     Use a tensor before you ask for the next one: nothing else keeps it, and no rank ever has two copies of the model.
     """
     for name, param in parallel.trainable.published(parallel.model).items():
-        yield name, gathered(local_part(param.detach()).to(dtype), param, parallel.grid.device)
+        yield (
+            name,
+            gathered(local_part(param.detach()).to(dtype or parallel.compute_dtype), param, parallel.grid.device),
+        )
+
+
+def weight_specs(parallel: ParallelModel) -> dict[str, WeightSpec]:
+    """Return name, shape and dtype of each weight that `full_parameters` yields, in its order."""
+    weights = parallel.trainable.published(parallel.model)
+    return {name: WeightSpec(tuple(p.shape), parallel.compute_dtype) for name, p in weights.items()}
 
 
 @torch.no_grad()

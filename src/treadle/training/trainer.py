@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,10 +34,9 @@ from treadle.training.policy_loss import (
 from treadle.training.ranks import Ranks, lost_ranks_are_named
 from treadle.training.reference import Reference, lent_to
 from treadle.training.rollout_plan import Planner, RankShare, objective_of
-from treadle.training.sharded_state import full_parameters, stored_parameters
+from treadle.training.sharded_state import stored_parameters
 from treadle.training.tensor_files import Chosen
 from treadle.types import Group
-from treadle.weights import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -247,19 +246,6 @@ class Trainer:
             metric("train/lr", update.lr),
             metric("train/skipped_steps", update.skipped),
         ]
-
-    # Weights for others
-
-    def weight_specs(self) -> dict[str, WeightSpec]:
-        """Name, shape and dtype of each weight that `full_parameters` yields, in its order."""
-        dtype = self.policy.compute_dtype
-        return {
-            name: WeightSpec(tuple(p.shape), dtype) for name, p in self.policy.trainable.published(self.model).items()
-        }
-
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight whole, in the compute dtype, one at a time; all ranks must run through it at the same time."""
-        return full_parameters(self.policy, self.policy.compute_dtype)
 
     # Memory for others
 

@@ -33,7 +33,7 @@ from treadle.training.parallel import Grid, ParallelSpec, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks
 from treadle.training.reference import Reference
 from treadle.training.rollout_plan import Planner
-from treadle.training.sharded_state import full_parameters, load_parallel
+from treadle.training.sharded_state import full_parameters, load_parallel, weight_specs
 from treadle.training.trainer import Trainer
 from treadle.training.trainer_files import write_model, write_rest
 
@@ -124,9 +124,9 @@ def run_job(rank: int, job: dict[str, Any]) -> None:
     (folder / f"metrics-{rank}.json").write_text(json.dumps({"metrics": rows, "passes": len(passes)}))
     if job.get("saves"):
         save(trainer, planner, job, job["rollouts"][-1] + 1)
-    weights = {name: w.clone() for name, w in trainer.full_parameters()}
+    weights = {name: w.clone() for name, w in full_parameters(trainer.policy)}
     assert {name: (tuple(w.shape), w.dtype) for name, w in weights.items()} == {
-        name: (s.shape, s.dtype) for name, s in trainer.weight_specs().items()
+        name: (s.shape, s.dtype) for name, s in weight_specs(trainer.policy).items()
     }
     masters = {name: w.clone() for name, w in full_parameters(trainer.policy, torch.float32)}
     save_file(masters, folder / f"weights-{rank}.safetensors")

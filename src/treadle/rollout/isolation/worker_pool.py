@@ -78,19 +78,10 @@ class WorkerPool:
     """Runs calls in worker processes; no thread and no process is started before the first call."""
 
     def __init__(self, work: Work):
-        self._work = work
         self._numbers = itertools.count()
-        self._posted: queue.SimpleQueue[tuple[str, _Call | None]] = queue.SimpleQueue()
-        self._waiting: deque[_Call] = deque()
-        self._workers: list[_Worker] = []
-        self._most_calls = 1.0 if not work.concurrent else math.inf  # at once in one process
-        self._most_workers = _MAX_PROCESSES if work.concurrent else work.num_workers
-        self._selector = selectors.DefaultSelector()
+        self._dispatcher = _Dispatcher(work)
         self._thread: threading.Thread | None = None
         self._bell: socket.socket | None = None
-        self._lock = threading.Lock()
-        self._closed = ""  # why, once it is
-        self._failed_starts = 0  # in a row
 
     def submit(self, index: int, payload: Any) -> Future[Any]:
         """Queue a call of the handler of `specs[index]`; the future gets its answer, or a `CallFault`.
@@ -100,19 +91,19 @@ class WorkerPool:
         Raises:
             CallFault: if the pool is closed, or JSON can't hold the payload.
         """
-        number = next(self._numbers)
+        number, dispatcher = next(self._numbers), self._dispatcher
         try:
             frame = encode_frame({"call": number, "index": index, "payload": payload})
         except (TypeError, ValueError, RecursionError) as error:
             raise CallFault(f"can't be sent its input: {error}") from error
         call = _Call(number, frame, Future())
-        with self._lock:
-            if self._closed:
-                raise CallFault(self._closed)
+        with dispatcher.lock:
+            if dispatcher.closed:
+                raise CallFault(dispatcher.closed)
             if self._thread is None:
                 self._bell, bell = socket.socketpair()
-                self._selector.register(bell, selectors.EVENT_READ)
-                self._thread = threading.Thread(target=self._serve, args=(bell,), name="worker-pool", daemon=True)
+                dispatcher.selector.register(bell, selectors.EVENT_READ)
+                self._thread = threading.Thread(target=dispatcher.serve, args=(bell,), name="worker-pool", daemon=True)
                 self._thread.start()
             self._post("call", call)  # under the lock: the pool's thread, when it ends, fails all that was posted
         call.future.add_done_callback(lambda future: self._post("cancel", call) if future.cancelled() else None)
@@ -120,8 +111,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kill the workers and fail all calls; waits 10 s at most. Safe to call twice."""
-        with self._lock:
-            self._closed = self._closed or "the workers are closed"
+        with self._dispatcher.lock:
+            self._dispatcher.closed = self._dispatcher.closed or "the workers are closed"
         self._post("close", None)
         if self._thread is not None:
             self._thread.join(2 * _END_SECONDS)
@@ -130,21 +121,38 @@ class WorkerPool:
 
     def process_ids(self) -> list[int]:
         """Process ids of the workers' supervisors that run now."""
-        return [w.process.process_id for w in list(self._workers) if w.process.exit_code is None]
+        return [w.process.process_id for w in list(self._dispatcher.workers) if w.process.exit_code is None]
 
     def _post(self, what: str, call: _Call | None) -> None:
-        self._posted.put((what, call))
+        self._dispatcher.posted.put((what, call))
         if self._bell is not None:
             with contextlib.suppress(OSError):  # full: it rings already; or closed
                 self._bell.send(b"x", socket.MSG_DONTWAIT)
 
-    # Everything below runs in the pool's thread
 
-    def _serve(self, bell: socket.socket) -> None:
+class _Dispatcher:
+    """Hands out the calls and watches the workers, in the pool's thread. Other threads post to it."""
+
+    def __init__(self, work: Work):
+        self.posted: queue.SimpleQueue[tuple[str, _Call | None]] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.closed = ""  # why, once it is
+        self.workers: list[_Worker] = []
+        self.selector = selectors.DefaultSelector()
+        self._work = work
+        self._waiting: deque[_Call] = deque()
+        self._most_calls = 1.0 if not work.concurrent else math.inf  # at once in one process
+        self._most_workers = _MAX_PROCESSES if work.concurrent else work.num_workers
+        self._failed_starts = 0  # in a row
+        # The seconds in which a worker must answer its call or, if it is concurrent, send anything.
+        self._patience = work.timeout_seconds + (_GRACE_SECONDS if work.concurrent else 0.0)
+
+    def serve(self, bell: socket.socket) -> None:
+        """Run until the pool is closed; a byte on `bell` says that something was posted."""
         try:
             while self._take_posted():
                 self._hand_out()
-                for key, events in self._selector.select(self._sleep_seconds()):
+                for key, events in self.selector.select(self._sleep_seconds()):
                     if key.fileobj is bell:
                         bell.recv(4096)
                     else:
@@ -153,26 +161,26 @@ class WorkerPool:
             reason = "the workers were closed"
         except BaseException as error:  # ours; still no call may wait for ever
             reason = f"could not be run: {error!r}"
-        with self._lock:
-            self._closed = self._closed or reason
-        for worker in self._workers:
+        with self.lock:
+            self.closed = self.closed or reason
+        for worker in self.workers:
             worker.process.kill()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.process.end(_END_SECONDS)
             for call in worker.calls.values():
                 _fail(call, reason)
-        while not self._posted.empty():
-            if (posted := self._posted.get()[1]) is not None:
+        while not self.posted.empty():
+            if (posted := self.posted.get()[1]) is not None:
                 self._waiting.append(posted)
         for call in self._waiting:
             _fail(call, reason)
-        self._selector.close()
+        self.selector.close()
         bell.close()
 
     def _take_posted(self) -> bool:
         """Take what other threads asked for; False if the pool is to close."""
-        while not self._posted.empty():
-            what, call = self._posted.get()
+        while not self.posted.empty():
+            what, call = self.posted.get()
             if call is None:
                 return False
             if what == "call":
@@ -182,7 +190,7 @@ class WorkerPool:
         return True
 
     def _drop(self, call: _Call) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.calls.get(call.number) is not call:
                 continue
             if worker.blocked_by == call.number:  # it can't be told to stop
@@ -227,12 +235,12 @@ class WorkerPool:
         most = 1.0 if call.alone else self._most_calls
         usable = [
             w
-            for w in self._workers
+            for w in self.workers
             if w.dies_by is None and not w.is_exclusive and len(w.calls) < most and w.process.exit_code is None
         ]
         if usable:
             return usable[0]
-        if len(self._workers) >= self._most_workers:
+        if len(self.workers) >= self._most_workers:
             return None
         work = self._work
         order = {
@@ -244,42 +252,37 @@ class WorkerPool:
             "beat_seconds": min(_STALL_SECONDS, work.timeout_seconds / 4),
         }
         worker = _Worker(WorkerProcess(order), time.monotonic() + _START_SECONDS)
-        self._workers.append(worker)
-        self._selector.register(worker.process.connection, selectors.EVENT_READ, worker)
+        self.workers.append(worker)
+        self.selector.register(worker.process.connection, selectors.EVENT_READ, worker)
         return worker
 
     def _give(self, worker: _Worker, call: _Call) -> None:
         if len(worker.calls) == 1 or worker.late_at == math.inf:
-            self._expect(worker)
+            worker.late_at = time.monotonic() + self._patience
         self._send(worker, call.frame)
 
     def _send(self, worker: _Worker, frame: bytes) -> None:
         worker.process.send(frame)
         if worker.process.has_unsent and worker.dies_by is None:
-            self._selector.modify(worker.process.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
-
-    def _expect(self, worker: _Worker) -> None:
-        """Begin the time in which the worker must answer its call, or, if it is concurrent, say anything."""
-        grace = _GRACE_SECONDS if self._work.concurrent else 0.0
-        worker.late_at = time.monotonic() + self._work.timeout_seconds + grace
+            self.selector.modify(worker.process.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
 
     def _hear(self, worker: _Worker, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             worker.process.flush()
             if not worker.process.has_unsent:
-                self._selector.modify(worker.process.connection, selectors.EVENT_READ, worker)
+                self.selector.modify(worker.process.connection, selectors.EVENT_READ, worker)
         if events & selectors.EVENT_READ:
             try:
                 for message in worker.process.receive():
                     self._read(worker, message)
             except EOFError:
-                if worker in self._workers and worker.dies_by is None:
-                    self._selector.unregister(worker.process.connection)
+                if worker in self.workers and worker.dies_by is None:
+                    self.selector.unregister(worker.process.connection)
                     worker.dies_by = time.monotonic() + _END_SECONDS
 
     def _read(self, worker: _Worker, message: dict[str, Any]) -> None:
         if worker.ready and "blocked" not in message:
-            self._expect(worker)
+            worker.late_at = time.monotonic() + self._patience
         if "ready" in message:
             worker.ready, self._failed_starts = True, 0
             for call in list(worker.calls.values()):
@@ -318,7 +321,7 @@ class WorkerPool:
     def _check_deadlines(self) -> None:
         """End at most one worker: that takes a while, and answers of others may have come since."""
         now = time.monotonic()
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.dies_by is not None:
                 if worker.process.exit_code is not None or now > worker.dies_by:
                     return self._bury(worker)
@@ -358,8 +361,8 @@ class WorkerPool:
     def _end(self, worker: _Worker, reason: str | CallFault) -> None:
         """Kill a worker and fail the calls it still has."""
         if worker.dies_by is None:
-            self._selector.unregister(worker.process.connection)
-        self._workers.remove(worker)
+            self.selector.unregister(worker.process.connection)
+        self.workers.remove(worker)
         worker.process.end(_END_SECONDS)
         calls = list(worker.calls.values())
         self._failed_starts += not worker.ready
@@ -372,9 +375,9 @@ class WorkerPool:
 
     def _sleep_seconds(self) -> float | None:
         """How long the thread may sleep unless something comes."""
-        if any(worker.dies_by is not None for worker in self._workers):
+        if any(worker.dies_by is not None for worker in self.workers):
             return _POLL_SECONDS
-        times = [w.late_at if w.ready else w.start_deadline for w in self._workers if w.calls or not w.ready]
+        times = [w.late_at if w.ready else w.start_deadline for w in self.workers if w.calls or not w.ready]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
 

@@ -34,6 +34,7 @@ from treadle.training.micro_batches import Passes
 from treadle.training.parallel import Grid, ParallelSpec, build_grid
 from treadle.training.ranks import join_ranks, leave_ranks, lost_ranks_are_named
 from treadle.training.rollout_plan import RankShare, TokenNumbers, numbers_at
+from treadle.training.sharded_state import full_parameters, weight_specs
 from treadle.training.trainer import Rollout
 from treadle.weights import Offer, SentWeights, TransportPlan, WeightSender, open_sender
 
@@ -243,14 +244,14 @@ class TrainActor(RankActor):
         """Open the sending end, on the first rank. Of a sharded model it holds a whole copy in host memory."""
         trainer = self._trainer
         if trainer.policy.is_sharded:
-            specs = trainer.weight_specs()
+            specs = weight_specs(trainer.policy)
             self._whole = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
         self._sender = open_sender(plan, SentWeights(self._whole or trainer.policy.trainable.published(trainer.model)))
 
     def offer(self, version: int) -> Offer | None:
         """Make the current weights ready; return the offer for the engines on the first rank. All ranks call this."""
         if self._trainer.policy.is_sharded:
-            for name, weight in self._trainer.full_parameters():
+            for name, weight in full_parameters(self._trainer.policy):
                 if self._whole:
                     self._whole[name].copy_(weight)
         return None if self._sender is None else self._sender.offer(version)

@@ -14,6 +14,7 @@ from treadle.training.packing import empty_row
 from treadle.training.parallel import ParallelSpec, as_parallel, gathered, part_of
 from treadle.training.policy_loss import empty_loss
 from treadle.training.ranks import ALONE, lost_ranks_are_named
+from treadle.training.sharded_state import full_parameters, weight_specs
 from treadle.training.tensor_files import TensorFiles, plan_files, write_files, write_index
 
 # Files
@@ -157,8 +158,8 @@ def test_the_last_one_is_marked() -> None:
 
 def test_weights_for_others_are_named_before_they_are_sent(make_trainer) -> None:
     trainer = make_trainer()
-    specs = trainer.weight_specs()
-    found = {name: (tuple(t.shape), t.dtype) for name, t in trainer.full_parameters()}
+    specs = weight_specs(trainer.policy)
+    found = {name: (tuple(t.shape), t.dtype) for name, t in full_parameters(trainer.policy)}
     assert found == {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
     assert list(found) == list(specs)
 
