@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from treadle.errors import ModelError
+from treadle.errors import ModelError, first_line
 from treadle.models.attention import ATTENTION_NAME, register_attention
 from treadle.models.cpu import fuse
 from treadle.models.forward import packed_logits
@@ -82,9 +82,16 @@ def _check(config: PretrainedConfig, *, fused: bool) -> Probe:
     name = f"{type(config).__name__.removesuffix('Config')} ({config.model_type})"
     with _refusals(name, "a small model of this kind can't be built to check it"):
         probe = _probe(config, fused=fused)
-        layout = _layout(probe.longest)
+        half = probe.longest // 2
+        # A long sequence shares its prefix with a short one; two short ones lie beside it.
+        layout = PackedLayout((Family(half, (3, probe.longest - half)), Family(0, (6,)), Family(9, ())))
         tokens = torch.arange(1, layout.num_tokens + 1) * 7919 % (VOCABULARY - 4) + 3
-        logits, reference = _own_pass(probe, layout, tokens)
+        parts = []
+        for _, _, prefix, own in (run for run in layout.runs if run.tokens.stop > run.tokens.start):
+            parts.append(probe.own_logits(torch.cat([tokens[prefix], tokens[own]]))[prefix.stop - prefix.start :])
+        logits = torch.cat(parts)
+        toward = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+        reference = _gradients(probe.own, (logits * toward).sum())
     with _refusals(name, "they can't run on a packed row"):
         ours = packed_logits(probe.ours, tokens, layout)
         gap = token_gap(ours, logits)
@@ -93,7 +100,7 @@ def _check(config: PretrainedConfig, *, fused: bool) -> Probe:
                 f"on a packed row a token's logits differ from the model's own by {gap:.2g} standard deviations; its masks, "
                 "its positions or its layers depend on other tokens of the row in a way that Treadle does not know"
             )
-        _check_gradients(probe, (ours * _toward(ours)).sum(), reference)
+        _check_gradients(_gradients(probe.ours, (ours * toward).sum()), reference)
     return probe
 
 
@@ -114,8 +121,7 @@ def _refusals(name: str, what: str) -> Iterator[None]:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             why = "they do not take their attention from transformers' attention interface"
         else:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            why = f"{what} ({type(error).__name__}: {lines[0]})"
+            why = f"{what} ({type(error).__name__}: {first_line(error)})"
         raise ModelError(f"{name} models are not supported: {why}") from error
 
 
@@ -140,28 +146,6 @@ def switch_dropout_off(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _layout(longest: int) -> PackedLayout:
-    """Return a long sequence that shares its prefix with a short one, and two short ones beside it."""
-    half = longest // 2
-    return PackedLayout((Family(half, (3, longest - half)), Family(0, (6,)), Family(9, ())))
-
-
-def _toward(like: Tensor) -> Tensor:
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(2))
-
-
-def _own_pass(probe: Probe, layout: PackedLayout, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the logits [N, V] that each sequence has by itself, and the gradients of a loss over them."""
-    logits = torch.cat(
-        [
-            probe.own_logits(torch.cat([tokens[run.prefix], tokens[run.tokens]]))[run.tokens.start - run.tokens.stop :]
-            for run in layout.runs
-            if run.tokens.stop > run.tokens.start
-        ]
-    )
-    return logits.detach(), _gradients(probe.own, (logits * _toward(logits)).sum())
-
-
 def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradients by name; 0 for a weight that the loss does not depend on."""
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
@@ -169,8 +153,7 @@ def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     return {name: torch.zeros(()) if grad is None else grad for name, grad in zip(names, found, strict=True)}
 
 
-def _check_gradients(probe: Probe, loss: Tensor, reference: dict[str, Tensor]) -> None:
-    found = _gradients(probe.ours, loss)
+def _check_gradients(found: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
     for name, own in reference.items():
         if bool(own.any()) and not bool(found[name].any()):
             raise ModelError(f"on a packed row the weight {name!r} gets no gradient")

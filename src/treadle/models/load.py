@@ -52,8 +52,8 @@ def compute_dtype(dtype: str, device: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name that a configuration has for a compute dtype."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
+    """Return the name that configurations have for a dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _matmul_seconds(dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treadle.errors import ConfigError, ModelError, first_line
-from treadle.models.load import DTYPES, build_on_meta, read_model
+from treadle.models.load import DTYPES, build_on_meta, name_of, read_model
 from treadle.models.model_config import context_length, load_config
 from treadle.models.trainable import FULL
 
@@ -129,5 +129,5 @@ def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype"] = name_of(dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

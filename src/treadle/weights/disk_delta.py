@@ -153,7 +153,7 @@ class DeltaReceiver:
                 if found != newest.digest:
                     raise EngineError(
                         f"version {offer.version} has digest {found} after the update, expected {newest.digest}; "
-                        "push a whole snapshot"
+                        "the next update starts at the last whole snapshot"
                     )
 
     def _chain(self, folder: Path, newest: Manifest) -> list[Manifest]:

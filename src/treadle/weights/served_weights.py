@@ -99,8 +99,3 @@ class ServedWeights:
     def copy(self, sources: Mapping[str, Tensor]) -> None:
         """Copy as part of an update; nothing is copied if the two are the same memory."""
         copy_pairs((t, sources[name]) for name, t in self.tensors.items() if t.data_ptr() != sources[name].data_ptr())
-
-    def ensure_whole(self) -> None:
-        """Raise `EngineError` if the last update broke off and no complete one has come since."""
-        if self.torn is not None:
-            raise EngineError(self.torn)

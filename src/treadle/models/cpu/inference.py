@@ -134,7 +134,7 @@ class _Layer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
         if self.kernel is not None and len(x) <= MOST_ROWS:
             own, shared = self.counts
-            query, key, value = self.kernel.project(x, cos, sin).split([own, shared, shared], dim=1)
+            query, key, value = self.kernel.project(x, cos, sin).split_with_sizes([own, shared, shared], 1)
             return self.kernel.finish(x, plan.attend(query, key, value, self.declared))
         turn = rotate if self.kernels is None else self.kernels.rotate
         qkv = self.qkv(self.norm_in(x))

@@ -68,12 +68,12 @@ def split_heads(
     Returns:
         Queries [N, H, E], keys and values [N, K, E].
     """
-    own, shared = counts
-    query_key, value = qkv.view(len(qkv), own + 2 * shared, -1).split([own + shared, shared], dim=1)
+    own, shared = counts  # `split_with_sizes` skips a Python function of `split`, which costs microseconds a layer
+    query_key, value = qkv.view(len(qkv), own + 2 * shared, -1).split_with_sizes([own + shared, shared], 1)
     if norms is not None:
-        query, key = query_key.split([own, shared], dim=1)
+        query, key = query_key.split_with_sizes([own, shared], 1)
         query_key = torch.cat([norms[0](query), norms[1](key)], dim=1)
-    query, key = turn(query_key).split([own, shared], dim=1)
+    query, key = turn(query_key).split_with_sizes([own, shared], 1)
     return query, key, value
 
 

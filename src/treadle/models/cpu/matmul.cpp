@@ -1,4 +1,4 @@
-// The gradient of a linear layer's weights in bfloat16 on tiles: gradᵀ x, where both lie token by token. cpu_matmul.py compiles
+// The gradient of a linear layer's weights in bfloat16 on tiles: gradᵀ x, where both lie token by token. matmul.py compiles
 // and calls it.
 //
 // torch's matmul takes twice as long for a left side that lies in columns as for one that lies in rows. Here the wider of
