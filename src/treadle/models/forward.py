@@ -106,9 +106,27 @@ def check_forward(model: PreTrainedModel, tolerance: float) -> None:
     """Compare the packed forward pass with the model's own on two short sequences that share a prefix.
 
     Raises:
-        ModelError: if a logit differs by more than `tolerance` in the mean, in standard deviations of the logits: the
-            architecture mixes tokens or scales logits in a way Treadle does not know, and would be trained wrongly.
+        ModelError: if a logit differs by more than `tolerance` in the mean, in standard deviations of the logits, or if ours
+            does not run: the architecture mixes tokens or scales logits in a way Treadle does not know, and would be
+            trained wrongly.
     """
+    try:
+        gap = _forward_gap(model)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a model's code does with arguments it does not know
+        raise ModelError(
+            f"{type(model).__name__} can't run on a packed row ({error!r}); this architecture is not supported"
+        ) from error
+    if not gap <= tolerance:
+        raise ModelError(
+            f"{type(model).__name__}: a packed forward differs from the model's own by {gap:.2g} standard deviations; "
+            "this architecture can't be packed and is not supported"
+        )
+
+
+def _forward_gap(model: PreTrainedModel) -> float:
+    """Return how far the logits of two short sequences differ, packed and one by one."""
     weight, own = embeddings_of(model), model.config._attn_implementation
     tokens = (torch.arange(1, 14, device=weight.device) * 7919) % weight.shape[0]
     ours = packed_logits(model, tokens, PackedLayout((Family(6, (3, 4)),), weight.device))
@@ -122,12 +140,7 @@ def check_forward(model: PreTrainedModel, tolerance: float) -> None:
     theirs = torch.cat([first, second[6:]])
     if not torch.isfinite(theirs).all():
         raise ModelError(f"the logits of {type(model).__name__} are not finite: its weights are damaged")
-    gap = mean_gap(ours, theirs)
-    if not gap <= tolerance:
-        raise ModelError(
-            f"{type(model).__name__}: a packed forward differs from the model's own by {gap:.2g} standard deviations; "
-            "this architecture can't be packed and is not supported"
-        )
+    return mean_gap(ours, theirs)
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
