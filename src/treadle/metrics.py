@@ -144,7 +144,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def spec_of(name: str) -> MetricSpec:
-    """The row of the table a metric name belongs to; `KeyError` where there is none."""
+    """Return the row of the table to which a metric name belongs; raises `KeyError` if there is none."""
     for row in METRICS:
         if row.name == name or _matches(row.name, name):
             return row

@@ -195,7 +195,7 @@ class Codec:
         return frozenset(self.tokenizer.all_special_ids)
 
     def vocabulary(self) -> dict[str, int]:
-        """The id of every token, special ones among them."""
+        """Return the id of every token, including special ones."""
         return dict(self.tokenizer.get_vocab())
 
     @cached_property

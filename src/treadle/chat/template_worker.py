@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _address_space() -> int:
-    """Bytes that the interpreter has mapped; allocators may reserve much more than they use."""
+    """Return the bytes that the interpreter has mapped; allocators may reserve much more than they use."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

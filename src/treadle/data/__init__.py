@@ -19,7 +19,7 @@ __all__ = ["PromptDataset", "PromptFormat", "PromptSource", "Reader", "build_eva
 
 
 def build_source(data: DataSection, *, codec: Codec, max_prompt_len: int, seed: int) -> PromptSource:
-    """The prompts of a run, drawn from every source of `prompt_data`."""
+    """Return the prompts of a run, drawn from all sources of `prompt_data`."""
     if not data.prompt_data:
         raise ConfigError("no prompt_data; give --prompt-data a file, a data set or reasoning_gym:task")
     form = _prompt_format(data)
@@ -38,7 +38,7 @@ def build_source(data: DataSection, *, codec: Codec, max_prompt_len: int, seed: 
 def build_eval_sets(
     data: DataSection, evaluation: EvalSection, *, codec: Codec, max_prompt_len: int
 ) -> dict[str, PromptDataset]:
-    """The evaluation sets by name, in the order they are given; each prompt's `group_id` is its row number.
+    """Return the evaluation sets by name, in their order; each prompt's `group_id` is its row number.
 
     `metadata_key` and `tools_key` are read where a set has that column.
     """

@@ -56,7 +56,7 @@ class ArrowReader:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the innermost cause of an error: what a person needs of a long chain."""
+    """Return the first line of the innermost cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -191,7 +191,7 @@ def _named(name: str, split: str | None) -> str:
 
 
 def _pick_split(found: Dataset | DatasetDict, split: str | None, name: str) -> Dataset:
-    """The split asked for; else `train`, else the only one."""
+    """Return the requested split; else `train`, else the only one."""
     if not isinstance(found, Mapping):
         if split is not None and str(found.split) != split:
             raise DataError(f"{name!r} is one data set without splits; leave out @{split}")

@@ -68,7 +68,7 @@ class PromptDataset(Sequence[Prompt]):
         return position if self._kept is None else int(self._kept[position])
 
     def prompt(self, row: int, group_id: int) -> Prompt:
-        """The prompt of a row, as the draw `group_id`."""
+        """Return the prompt of a row as the draw `group_id`."""
         columns = self._reader.row(row)
         tools = None if self._tools is None else self._tools.value(columns)
         rendered, token_ids = self._encoded(row, self._input.value(columns), tools)
@@ -113,7 +113,7 @@ class PromptDataset(Sequence[Prompt]):
         return None if fits.all() else np.flatnonzero(fits)
 
     def _length_if_unsure(self, row: int, value: Any, tools: Any) -> int:
-        """Tokens of a prompt that may be too long, 0 for one that can't be."""
+        """Return the tokens of a prompt that may be too long, 0 for one that can't be."""
         try:
             bound = self._renderer.max_tokens(value, tools)
         except DataError as error:
@@ -136,7 +136,7 @@ class PromptDataset(Sequence[Prompt]):
 
 
 def _metadata(key: str | None, value: Any) -> Mapping[str, Any]:
-    """A dict as it is, nothing for None, any other value under the column's name."""
+    """Return a dict unchanged, nothing for None, and any other value under the column's name."""
     if value is None:
         return {}
     return dict(value) if isinstance(value, Mapping) else {str(key): value}

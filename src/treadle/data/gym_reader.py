@@ -68,7 +68,7 @@ class GymReader:
 
 
 def json_safe(value: Any) -> Any:
-    """The value in what JSON can hold: tuples and sets become lists, keys text, arrays lists, the rest its text."""
+    """Return the value in JSON types: tuples, sets and arrays become lists, keys text, and the rest its text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def _split_source(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parameters(task: str, source: str) -> dict[str, Any]:
-    """The task's parameters and their defaults."""
+    """Return the task's parameters and their defaults."""
     from reasoning_gym.factory import DATASETS
 
     tasks = sorted(set(DATASETS) - {"composite"})  # composite takes a list of tasks: name several sources instead

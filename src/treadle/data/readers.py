@@ -41,11 +41,11 @@ class Reader(Protocol):
         ...
 
     def column(self, name: str, start: int, stop: int) -> list[Any]:
-        """One column of rows start ≤ i < stop, None where a row lacks it; 0 ≤ start ≤ stop ≤ len."""
+        """Return one column of rows start ≤ i < stop, None if a row lacks it; 0 ≤ start ≤ stop ≤ len."""
         ...
 
     def locate(self, index: int) -> str:
-        """Where a person finds row `index`, as text for errors: `train.jsonl, line 7`."""
+        """Return the location of row `index` for errors: `train.jsonl, line 7`."""
         ...
 
 
@@ -282,7 +282,7 @@ def _neighbour(path: Path) -> str:
 
 
 def _names_an_object(location: str) -> bool:
-    """Whether `a:b` is code rather than the config of a hub data set: a .py file, or a module that can be found."""
+    """Return True if `a:b` is code and not the config of a hub data set: a .py file, or a module that can be found."""
     match = _OBJECT.fullmatch(location)
     if match is None:
         return False
@@ -299,7 +299,7 @@ def _names_an_object(location: str) -> bool:
 
 
 def _open_object(location: str) -> Reader:
-    """The reader of the user's own code: a reader, a sequence of dict rows, or a callable that returns one."""
+    """Return the reader of the user's object: a reader, a sequence of dict rows, or a callable that returns one."""
     found: Any = resolve("data reader", location, {})
     if callable(found):
         with user_code(lambda what: DataError(f"data reader {location!r} {what}")):

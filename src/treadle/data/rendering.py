@@ -126,7 +126,7 @@ class Renderer:
         return len(texts) == 1
 
     def _content(self, value: Any, tools: Any) -> tuple[str | list[Message], Tools | None]:
-        """The plain text, or the messages with system prompt and suffix in place; and the tools."""
+        """Return the plain text, or the messages with system prompt and suffix; and the tools."""
         form = self._form
         what = f"column {form.input_key!r}"
         if self._adds_nulls:
@@ -167,7 +167,7 @@ class Renderer:
 
 
 def _max_tokens(text: str) -> int:
-    """An upper bound on the tokens of a text, without those a tokenizer adds around it.
+    """Return an upper bound on the tokens of a text, without those that a tokenizer adds around it.
 
     A token covers at least one byte of what the tokenizer's normaliser makes of the text. In ASCII that is the text
     itself, with at most a space put before each word; elsewhere compatibility forms can grow twelvefold, so

@@ -57,7 +57,7 @@ class PromptSource:
         return (self.num_draws - len(self._put_back)) / len(self)
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, always exactly that many: those put back first, then new draws."""
+        """Return exactly `count` prompts: those that were put back first, then new draws."""
         return [self._next() for _ in range(count)]
 
     def put_back(self, prompts: Iterable[Prompt]) -> None:
@@ -68,7 +68,7 @@ class PromptSource:
             self._put_back.append((prompt.data_name, prompt.row, prompt.group_id))
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, in JSON values."""
+        """Return the position of the stream, in JSON values."""
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -161,14 +161,14 @@ class PromptSource:
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The shuffled order of an epoch, int64 [size]: a function of size, seed and epoch, in every version of numpy."""
+    """Return the shuffled order of an epoch, int64 [size]: a function of size, seed and epoch, in every version of numpy."""
     # RandomState's streams are frozen for good; those of the newer Generator may change between versions.
     state = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch))))
     return state.permutation(size).astype(np.int64)
 
 
 def _integer_shares(datasets: Sequence[PromptDataset], weights: Sequence[float] | None) -> list[int]:
-    """The share of each data set in whole numbers, so that mixing has no rounding."""
+    """Return the share of each data set in integers, so that mixing has no rounding."""
     if not weights:
         return [len(dataset) for dataset in datasets]
     if len(weights) != len(datasets):

@@ -24,7 +24,7 @@ SMALL = (
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the `window` values around each; near the ends over fewer on both sides, so that nothing is shifted.
+    """Return the mean over the `window` values around each value; near the ends over fewer on both sides, so that nothing is shifted.
 
     >>> smoothed([0.0, 3.0, 9.0, 9.0], 3)
     [1.5, 4.0, 7.0, 9.0]

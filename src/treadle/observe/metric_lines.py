@@ -14,7 +14,7 @@ from treadle.storage.regular_file import read_regular
 
 
 def metric_line(rollout_id: int, values: Mapping[str, float]) -> bytes:
-    """One line of metrics.jsonl: strict JSON, `rollout_id` first, null for what is not finite.
+    """Return a line of metrics.jsonl: strict JSON, `rollout_id` first, null for values that are not finite.
 
     >>> metric_line(3, {"train/loss": float("nan"), "train/entropy": 0.5})
     b'{"rollout_id": 3, "train/loss": null, "train/entropy": 0.5}\\n'
@@ -27,7 +27,7 @@ def metric_line(rollout_id: int, values: Mapping[str, float]) -> bytes:
 
 
 def read_metric_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Every whole line of a metrics file, as bytes and as a row.
+    """Yield every complete line of a metrics file, as bytes and as a row.
 
     No lines where there is no file. A last line without its end (the run was killed while writing it) is left out.
     Raises `DataError` for a file that can't be read, and, with the line number, for any other line that is not an object
@@ -54,5 +54,5 @@ def read_metric_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, in the order written; none where there is no file."""
+    """Return the rows of a metrics file in their order; none if there is no file."""
     return [row for _, row in read_metric_lines(path)]

@@ -65,7 +65,7 @@ class Progress:
         self.close()
 
     def start(self, num_rollout: int, start_rollout_id: int = 0) -> None:
-        """The loop begins: rollouts `start_rollout_id` to `num_rollout` - 1 are to be done."""
+        """Begin the loop of rollouts `start_rollout_id` to `num_rollout` - 1."""
         with self._lock:
             self._state.begin(num_rollout, start_rollout_id, time.monotonic())
         if self.view is not None:
@@ -132,7 +132,7 @@ class Progress:
 
 
 def _pick(mode: Mode, stream: SafeStream) -> Mode:
-    """The mode to use: `rich` needs a terminal that can draw, else it is `plain`."""
+    """Return the mode to use: `rich` needs a terminal that can draw, else it is `plain`."""
     can_draw = stream.isatty() and stream.holds_unicode and os.environ.get("TERM") != "dumb"
     return mode if mode in ("plain", "off") else "rich" if can_draw else "plain"
 

@@ -31,12 +31,12 @@ SHORT = {"truncated": "trunc", "failed": "fail", "skipped": "skip"}
 
 
 def header() -> str:
-    """The names over the columns of `step_line`."""
+    """Return the names of the columns of `step_line`."""
     return "".join(f"{name:>{width}}" for name, width in COLUMNS)
 
 
 def step_line(state: RunState, now: float) -> str:
-    """One finished step as a line of at most `WIDTH` columns."""
+    """Return a finished step as a line of at most `WIDTH` columns."""
     values = state.latest
     cells = (
         f"{state.num_done}/{state.num_rollout}",

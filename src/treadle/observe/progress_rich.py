@@ -24,7 +24,7 @@ _NAME, _VALUE, _QUIET, _WARN = "cyan", "bold", "dim", "yellow"
 
 
 def panel(state: RunState, now: float, width: int, title: str) -> Any:
-    """The panel for one moment; drawing it costs well under a millisecond."""
+    """Return the panel of the current state; drawing it takes well under a millisecond."""
     from rich import box
     from rich.panel import Panel
     from rich.text import Text

@@ -49,7 +49,7 @@ class RunState:
     last_eval: dict[str, float] = field(default_factory=dict)
 
     def begin(self, num_rollout: int, start_rollout_id: int, now: float) -> None:
-        """The loop begins; `num_rollout` counts from rollout 0, also when resumed later."""
+        """Begin the loop; `num_rollout` counts from rollout 0, also in a resumed run."""
         self.num_rollout, self.num_done, self.step_began = num_rollout, start_rollout_id, now
 
     def enter(self, name: str, done: int | None, total: int | None, now: float) -> Phase | None:
@@ -96,7 +96,7 @@ class RunState:
         return max((r for r in self.rewards if math.isfinite(r)), default=None)
 
     def troubles(self) -> list[tuple[str, str]]:
-        """What went wrong, as (word, number), such as `("failed", "3")`; failed and skipped count the whole run."""
+        """Return what went wrong as (word, number), such as `("failed", "3")`; failed and skipped count the whole run."""
         found = []
         truncated = self.latest.get("rollout/truncated_fraction", 0.0)
         if truncated > 0:

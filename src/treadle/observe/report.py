@@ -32,7 +32,7 @@ class Line:
 
 
 def sample_lines(samples: Sequence[ShownSample]) -> list[list[Line]]:
-    """Each sample as a block of lines, its texts shortened in the middle and made harmless."""
+    """Return each sample as a block of lines, with its texts shortened in the middle and escaped."""
     blocks = []
     for sample in samples:
         good = sample.reward is not None and sample.reward > 0
@@ -49,7 +49,7 @@ def sample_lines(samples: Sequence[ShownSample]) -> list[list[Line]]:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
-    """The outcome of a run: what `summarize` returns, and the paths `curve` and `run_folder`, each if it is there."""
+    """Return the outcome of a run as lines: what `summarize` returns, and the paths `curve` and `run_folder` if they are set."""
     lines = []
     after = summary.get("eval_after") or {}
     for name, before in (summary.get("eval_before") or {}).items():

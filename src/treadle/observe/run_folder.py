@@ -181,7 +181,7 @@ def _make(path: Path) -> Path:
 
 
 def _make_new(root: Path, recipe: str, now: datetime) -> Path:
-    """A folder that did not exist before; a second run within the same second gets a number."""
+    """Make a folder that did not exist before; a second run within the same second gets a number."""
     name = re.sub(r"[^\w.-]+", "-", Path(recipe).stem).strip("-.") or "run"
     stem = f"{name}-{now:%Y%m%d-%H%M%S}"
     _make(root)

@@ -29,12 +29,12 @@ _MAX_DEPTH = 20
 
 
 def rollout_file(folder: Path, rollout_id: int) -> Path:
-    """Where a rollout lies in a folder of rollouts: `rollout_000012.jsonl`."""
+    """Return the file of a rollout in a folder of rollouts: `rollout_000012.jsonl`."""
     return folder / f"rollout_{rollout_id:06d}.jsonl"
 
 
 def rollout_ids(folder: Path) -> list[int]:
-    """Ids of the rollouts a folder holds, smallest first; none where there is no folder."""
+    """Return the ids of the rollouts in a folder, smallest first; none if there is no folder."""
     try:
         names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     except OSError as error:
@@ -80,7 +80,7 @@ def read_groups(path: Path) -> list[Group]:
 
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:
-    """The lines of one group; a group without samples is one line with its prompt alone."""
+    """Yield the lines of one group; a group without samples is one line with its prompt."""
     whole = {"num_samples": len(group.samples), **prompt_to_json(group.prompt)}
     if not group.samples:
         yield {"prompt": group.prompt.text, "group": whole}
@@ -108,7 +108,7 @@ def _row(group: Group, sample: Sample, whole: Mapping[str, Any] | None) -> dict[
 
 
 def _read_group(path: Path, lines: Sequence[bytes], at: int) -> tuple[Group, int]:
-    """The group whose first line is `lines[at]`, and where the next one begins."""
+    """Return the group whose first line is `lines[at]`, and the index at which the next one begins."""
     first = _decode(path, at + 1, lines[at])
     try:
         whole = first["group"]
@@ -138,7 +138,7 @@ def _malformed(path: Path, line: int, reason: str) -> DataError:
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:
-    """One line; the slow walk is only for rows with values that JSON can't hold."""
+    """Return one line; the slow walk is only for rows with values that JSON can't hold."""
     try:
         text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_stand_in)
     except (TypeError, ValueError, RecursionError):
@@ -148,7 +148,7 @@ def _encode(row: Mapping[str, Any]) -> bytes:
 
 
 def _stand_in(value: Any) -> Any:
-    """What is written for a value that JSON has no form for: numpy's numbers as numbers, all else as text."""
+    """Return what is written for a value that JSON can't hold: numpy's numbers as numbers, everything else as text."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else _text(value)
 
 

@@ -26,7 +26,7 @@ def shorten_middle(text: str, max_length: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
-    """A row of bars, at most `width` characters; longer histories are averaged into that many bars.
+    """Return a row of bars of at most `width` characters; longer histories are averaged into that many bars.
 
     The scale runs from `low` to `high`, by default the smallest and largest value. Values that are not finite
     are left out.
@@ -51,7 +51,7 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None, hig
 
 
 def number(value: float | None) -> str:
-    """A number in two to four digits; `-` where there is none.
+    """Return a number in two to four digits; `-` if there is none.
 
     >>> [number(v) for v in (None, 0, 0.01234, 1.5, 123.4, 45678, 2.5e6, 0.00001)]
     ['-', '0', '0.0123', '1.50', '123', '45.7k', '2.50M', '1.0e-05']
@@ -74,7 +74,7 @@ def number(value: float | None) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """A length of time: seconds below a minute, then m:ss or h:mm:ss.
+    """Return a duration as text: seconds below a minute, then m:ss or h:mm:ss.
 
     >>> [clock(s) for s in (None, 4.25, 41, 161, 3725)]
     ['-', '4.2 s', '41 s', '2:41', '1:02:05']
@@ -91,7 +91,7 @@ def clock(seconds: float | None) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A share in per cent; a small one is never shown as none.
+    """Return a share in per cent; a small share is never shown as 0.
 
     >>> percent(0.254), percent(0.001), percent(0)
     ('25%', '<1%', '0%')

@@ -186,7 +186,7 @@ def open_sinks(
     start_rollout_id: int = 0,
     config: Mapping[str, Any] | None = None,
 ) -> MetricSink:
-    """All sinks a run asked for, as one; raises `ConfigError` where wandb is asked for and not installed."""
+    """Open the configured sinks as one; raises `ConfigError` if wandb is configured and not installed."""
     sinks: list[MetricSink] = [JsonlSink(folder.metrics)]
     if section.tensorboard:
         sinks.append(OptionalSink("TensorBoard", lambda: TensorBoardSink(folder.tensorboard, start_rollout_id), warn))

@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 
 def finite(row: Row, name: str) -> float | None:
-    """A number of a metrics row; None where it is absent, null or not finite."""
+    """Return a number of a metrics row; None if it is absent, null or not finite."""
     value = row.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -36,7 +36,7 @@ def accuracies(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
 
 
 def summarize(rows: Sequence[Row], seconds: float) -> dict[str, Any]:
-    """The numbers of summary.json; `rows` are those of metrics.jsonl, `seconds` the wall time of the run.
+    """Return the numbers of summary.json; `rows` are those of metrics.jsonl, `seconds` the wall time of the run.
 
     `eval_before` and `eval_after` are the first and the last accuracy of each set; a set evaluated once has no
     after. Rewards are the mean over one rollout: the first, the last, the best. Speeds are medians over rollouts.
@@ -69,7 +69,7 @@ def summarize(rows: Sequence[Row], seconds: float) -> dict[str, Any]:
 
 
 def _turns(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Of each kind of worker that took turns the most memory awake and asleep."""
+    """Return the peak memory awake and asleep of each kind of worker that took turns."""
     names = {
         "train": ("perf/train_awake_gib", "perf/train_asleep_gib"),
         "engine": ("perf/engine_awake_gib", "perf/engine_asleep_gib"),

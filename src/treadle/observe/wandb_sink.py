@@ -46,7 +46,7 @@ class WandbSink:
 
 
 def import_wandb() -> Any:
-    """The wandb package; raises `ConfigError` with the install command where it is missing."""
+    """Import wandb; raises `ConfigError` with the install command if it is missing."""
     try:
         import wandb
     except ImportError as error:

@@ -149,6 +149,6 @@ class RolloutManager:
 
 
 def prompt_seed(seed: int, prompt: Prompt) -> int:
-    """Seed of a prompt's samples: the same for the same run seed and draw, whatever else runs."""
+    """Return the seed of a prompt's samples: the same for the same run seed and draw, whatever else runs."""
     text = f"{seed}:{prompt.data_name}:{prompt.row}:{prompt.group_id}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

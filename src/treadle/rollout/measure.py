@@ -12,7 +12,7 @@ from treadle.types import Group, Sample, Status
 
 
 def rollout_metrics(groups: Sequence[Group], *, seconds: float, version: int) -> list[Metric]:
-    """Metrics of collected groups; `version` is that of the weights that will be trained with them."""
+    """Return the metrics of collected groups; `version` is that of the weights that will be trained with them."""
     samples = [sample for group in groups for sample in group.samples]
     scored = [sample for group in groups for sample in group.trajectories if sample.reward is not None]
     lengths = np.array([sample.response_length for sample in samples])
@@ -54,7 +54,7 @@ def same_rewards(groups: Sequence[Group], *, compares_groups: bool) -> str:
 
 
 def reward_metrics(scored: Sequence[Sample]) -> list[Metric]:
-    """Mean, spread and named parts of the rewards; nothing where no sample was scored."""
+    """Return mean, spread and named parts of the rewards; nothing if no sample was scored."""
     if not scored:
         return []
     rewards = np.array([sample.reward for sample in scored], dtype=float)

@@ -46,7 +46,7 @@ class Trajectory:
         self.num_sampled += len(completion.token_ids)
 
     def finish(self, status: Status, text: str, failure: str = "") -> Sample:
-        """The sample so far, ended with this status; `text` is what rewards and people read."""
+        """Return the sample so far, ended with this status; `text` is what rewards and people read."""
         tokens, mask, logprobs, versions = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         return Sample(
             group_id=self.prompt.group_id,
@@ -65,5 +65,5 @@ class Trajectory:
 
 
 def failed(sample: Sample, why: str) -> Sample:
-    """The same sample, marked failed: counted and shown, never trained on."""
+    """Return the same sample, marked as failed: it is counted and shown, and never trained on."""
     return replace(sample, status=Status.FAILED, reward=None, reward_parts={}, failure=why)

@@ -119,7 +119,7 @@ def memory_of_workers(config: Config, shape: ModelShape) -> tuple[WorkerMemory, 
 
 
 def _weights(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
-    """The weights that a rank computes with: all, or what is gathered at a time of a sharded model."""
+    """Return the bytes of the weights with which a rank computes: all, or those that a sharded model gathers at a time."""
     size, note = float(shape.weight_bytes), ""
     if ranks > 1:
         embeddings = shape.vocab_size * shape.hidden_size
@@ -146,13 +146,13 @@ def _trained_state(config: Config, shape: ModelShape, ranks: int) -> Iterator[Me
 
 
 def _model(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
-    """A model that is trained on so many ranks."""
+    """Return the memory of a model that is trained on this many ranks."""
     yield from _weights(config, shape, ranks)
     yield from _trained_state(config, shape, ranks)
 
 
 def _training(config: Config, shape: ModelShape, ranks: int) -> Iterator[MemoryPart]:
-    """What a rank of the policy holds beside its weights."""
+    """Return what a rank of the policy holds beside its weights."""
     yield from _trained_state(config, shape, ranks)
     pieces = ranks // config.parallel.fsdp_replicate_size if ranks > 1 else 1
     frozen_here = ranks == 1 or shape.device != "cuda"  # shards of frozen models stay on the host
@@ -175,7 +175,7 @@ def _has_critic(config: Config) -> bool:
 
 
 def _generation(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
-    """What an engine holds beside its weights."""
+    """Return what an engine holds beside its weights."""
     per_token = 2 * shape.num_layers * shape.kv_dim * shape.itemsize
     room, longest = int(config.rollout.kv_cache_gib * 2**30), _sample_tokens(config)
     if config.rollout.rollout_engine != "torch" and not config.engine.rollout_external_engine_addrs:
@@ -185,7 +185,7 @@ def _generation(config: Config, shape: ModelShape) -> Iterator[MemoryPart]:
 
 
 def _sample_tokens(config: Config) -> int:
-    """Tokens of a long sample: the limits of the response and, if there is one, of the prompt."""
+    """Return the tokens of a long sample: the limits of the response and, if there is one, of the prompt."""
     return config.rollout.rollout_max_response_len + (config.data.rollout_max_prompt_len or 0)
 
 

@@ -191,7 +191,7 @@ def _dealt(unit: _Unit, num_pieces: int, measure: _Measure) -> list[_Unit]:
 
 
 def _shares(units: list[_Unit], num_ranks: int, max_tokens: int, tokens: _Measure, cost: _Measure) -> list[list[_Unit]]:
-    """The units of each rank: whole where that is balanced, else with the lightest heaviest rank that was found.
+    """Return the units of each rank: whole if that is balanced, else with the lightest heaviest rank that was found.
 
     The search asks for less and less (MULTIFIT) of whole units, of halves, of quarters, …
     """
@@ -229,7 +229,7 @@ def _shares(units: list[_Unit], num_ranks: int, max_tokens: int, tokens: _Measur
 def _spread(
     units: list[_Unit], num_bins: int, limit: float, measure: _Measure, *, strict: bool
 ) -> list[list[_Unit]] | None:
-    """Each unit, large ones first, to the emptiest bin; what is over the limit there is broken up at the end.
+    """Put each unit, large ones first, into the emptiest bin; units over the limit are broken up at the end.
 
     If `strict`, None where the limit can't be kept like that; only a single sample may be over it, alone.
     """
@@ -261,7 +261,7 @@ def _spread_or_fit(units: list[_Unit], num_bins: int, limit: float, measure: _Me
 
 
 def _fit(units: list[_Unit], num_bins: int, limit: float, measure: _Measure) -> list[list[_Unit]] | None:
-    """Each unit, large ones first, to the fullest bin with room for it; what fits nowhere is broken up at the end.
+    """Put each unit, large ones first, into the fullest bin with room for it; units that fit nowhere are broken up at the end.
 
     None where the limit can't be kept like that.
     """
@@ -294,7 +294,7 @@ def _with_rest(
     *,
     strict: bool,
 ) -> list[list[_Unit]] | None:
-    """The bins with the samples of the units that are left; `loads` is a heap of (load, bin)."""
+    """Return the bins with the samples of the remaining units; `loads` is a heap of (load, bin)."""
     for unit in left:
         pieces = _broken(unit, loads, limit, measure, strict=strict)
         if pieces is None:
@@ -307,7 +307,7 @@ def _with_rest(
 def _broken(
     unit: _Unit, loads: list[tuple[float, int]], limit: float, measure: _Measure, *, strict: bool
 ) -> dict[int, list[int]] | None:
-    """Which bins take which samples of a unit: the emptiest takes what fits, and so on; `loads` (a heap) is updated."""
+    """Return which bins take which samples of a unit: the emptiest takes what fits, and so on; `loads` (a heap) is updated."""
     pieces: dict[int, list[int]] = {}
     rest = list(unit.samples)
     while rest:
@@ -338,7 +338,7 @@ def _broken(
 
 
 def _full_micro_batches(units: list[_Unit], max_tokens: int, measure: _Measure, at_least: int) -> list[list[_Unit]]:
-    """As few micro-batches as can be found (but `at_least`), about equal where that is possible."""
+    """Return as few micro-batches as can be found (but `at_least`), about equal if that is possible."""
     units = _descending(units)
     best = _best_fit(units, max_tokens)
     fewest = -int(-sum([unit.size for unit in units]) // max_tokens)
@@ -356,7 +356,7 @@ def _full_micro_batches(units: list[_Unit], max_tokens: int, measure: _Measure, 
 
 
 def _best_fit(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    """Each unit, large ones first, into the fullest micro-batch that has room for it (best fit decreasing)."""
+    """Put each unit, large ones first, into the fullest micro-batch that has room for it (best fit decreasing)."""
     bins: list[list[_Unit]] = []
     rooms: list[tuple[float, int]] = []  # sorted
     for unit in units:

@@ -113,7 +113,7 @@ class Objective:
         return self.estimator.spread is broadcast and not whitens and not self.needs.teacher_logprobs
 
     def shaped(self, batch: Batch) -> Float[Tensor, " S"]:
-        """The rewards of whole groups, compared within each group; all of it is known before a model is asked.
+        """Return the shaped rewards of whole groups; they do not depend on a model.
 
         Raises `ConfigError` for a negative reward where rewards are divided by their mean.
         """
@@ -126,7 +126,7 @@ class Objective:
         return shape_rewards(self.estimator, inputs, self._settings)
 
     def advantages(self, batch: Batch, ranks: Ranks = ALONE) -> Advantages:
-        """Advantages and returns of this rank's share of a rollout, each float32 [T], 0 on untrained tokens.
+        """Return advantages and returns of this rank's share of a rollout, each float32 [T], 0 on untrained tokens.
 
         Rewards that were not shaped yet are shaped here: the groups must be whole then.
         """

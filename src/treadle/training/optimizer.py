@@ -119,7 +119,7 @@ class MasterOptimizer:
         return StepResult(float(norm), lr, skipped=not finite, broken=broken)
 
     def _total_norm(self) -> Tensor:
-        """The norm of the whole gradient, over the shards of all ranks."""
+        """Return the norm of the full gradient, over the shards of all ranks."""
         grads = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
         if not self.is_sharded:
             return torch.nn.utils.get_total_norm(list(grads.values()))
@@ -131,7 +131,7 @@ class MasterOptimizer:
         return (self.grid.world.sum(own) / self.grid.spec.replicate).sqrt().float()
 
     def _first_broken(self) -> str:
-        """The first parameter whose gradient is not finite, on any rank; empty where there is none."""
+        """Return the first parameter whose gradient is not finite, on any rank; an empty string if there is none."""
         names = list(self.masters)
         grads = [p.grad for p in self.masters.values()]
         found = next((i for i, g in enumerate(grads) if g is not None and not torch.isfinite(g).all()), len(names))
@@ -149,7 +149,7 @@ class MasterOptimizer:
             torch._foreach_copy_([p for p, _ in apart], [m for _, m in apart])
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """This rank's part of AdamW's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`."""
+        """Return this rank's part of AdamW's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`."""
         out: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
@@ -162,7 +162,7 @@ class MasterOptimizer:
         return [*(master.detach() for master in self.masters.values()), *moments]
 
     def parameter_of(self, key: str) -> Tensor:
-        """The parameter that a tensor of `state_tensors` belongs to."""
+        """Return the parameter to which a tensor of `state_tensors` belongs."""
         return self.params[key.split(".", 1)[1]]
 
     @torch.no_grad()

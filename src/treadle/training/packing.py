@@ -36,7 +36,7 @@ class PackedBatch:
     temperatures: Float[Tensor, " K"]
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same micro-batch with every tensor on `device`; itself if they are there already."""
+        """Return the same micro-batch with every tensor on `device`; itself if they are there already."""
         if device == self.layout.device:
             return self
         moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "layout"}
@@ -83,7 +83,7 @@ def pack(batch: Batch) -> PackedBatch:
 
 
 def empty_row() -> PackedBatch:
-    """One token that nothing is trained on: what a rank runs so that the others need not wait for it."""
+    """Return a row of one token without a target, which a rank runs to keep in step with the others."""
     none = torch.zeros(0, dtype=torch.int64)
     return PackedBatch(
         PackedLayout((Family(1, ()),)), torch.zeros(1, dtype=torch.int64), none, none, none, none, torch.zeros(0)
@@ -95,7 +95,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _groups(group_ids: Sequence[int]) -> list[list[int]]:
-    """Indices of each group's samples, groups in order of first appearance."""
+    """Return the indices of each group's samples, groups in order of first appearance."""
     members: dict[int, list[int]] = {}
     for i, group in enumerate(group_ids):
         members.setdefault(group, []).append(i)
@@ -119,7 +119,7 @@ def _shared_prefix(
 
 
 def workload_of(batch: Batch) -> Workload:
-    """What the samples of a batch cost, for the planner of ranks and micro-batches."""
+    """Return the cost of a batch's samples, for the planner of ranks and micro-batches."""
     lengths, offsets = batch.lengths.tolist(), batch.offsets.tolist()
     token_ids, mask = batch.token_ids.numpy(), batch.loss_mask.numpy()
     shared: list[int] = []

@@ -211,7 +211,7 @@ def shard(model: nn.Module, body: PreTrainedModel, grid: Grid, dtype: torch.dtyp
 
 
 def _layers(body: PreTrainedModel) -> list[nn.Module]:
-    """The modules that transformers says must stay in one piece: the decoder layers."""
+    """Return the modules that transformers says must stay in one piece: the decoder layers."""
     names = set(body._no_split_modules or ())
     return [module for module in body.modules() if type(module).__name__ in names]
 
@@ -220,12 +220,12 @@ def _layers(body: PreTrainedModel) -> list[nn.Module]:
 
 
 def local_part(param: Tensor) -> Tensor:
-    """The part of a parameter that is on this rank, in the same memory; all of it where it is not sharded."""
+    """Return the part of a parameter that is on this rank, in the same memory; all of it if it is not sharded."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that belongs to this rank's part of the parameter `like`; no rank waits for another."""
+    """Return the part of a full tensor that belongs to this rank's part of the parameter `like`; no rank waits for another."""
     for cut in _cuts(like):
         start = min(cut.index * cut.step, cut.length)
         full = full.narrow(cut.dim, start, min(cut.step, cut.length - start))

@@ -159,7 +159,7 @@ class Planner:
                 )
 
     def _choose(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[int], list[Metric]]:
-        """The samples to train on, and which optimizer step each belongs to.
+        """Return the samples to train on, and the optimizer step of each.
 
         A step is a fixed share of the rollout whatever was left out, so its denominators do not change.
         """
@@ -194,7 +194,7 @@ class Planner:
         return weights
 
     def _trained(self, batch: Batch, steps: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """The samples of each step that add to its policy loss, as far as that is known before a model is asked.
+        """Return the samples of each step that add to its policy loss, as far as rewards alone decide that.
 
         A step in which no sample does trains the group of its first sample, so that every step is measured.
         """
@@ -216,7 +216,7 @@ class Planner:
         return set(torch.nonzero(batch.shaped == 0).squeeze(1).tolist())
 
     def _ranks_of(self, batch: Batch, steps: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-        """The samples of each rank, ascending. Ranks have about the same work in every step, and in scoring.
+        """Return the samples of each rank, ascending. Ranks have about the same work in every step and in scoring.
 
         Samples that are known to have no advantage are dealt by themselves.
         """

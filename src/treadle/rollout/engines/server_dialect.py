@@ -154,5 +154,5 @@ def _cut_at_stop_token(found: Completion, stop_token_ids: Sequence[int]) -> Comp
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Seed of sample `index` of a request, for servers that take one."""
+    """Return the seed of sample `index` of a request, for servers that accept one."""
     return (seed + index * 0x9E3779B97F4A7C15) % 2**63

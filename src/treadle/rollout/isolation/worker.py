@@ -92,7 +92,7 @@ class _Concurrent:
         self._loop.run_forever()
 
     def _read(self) -> None:
-        """Body of the thread that reads requests, so that they are taken while the loop is busy."""
+        """Run the thread that reads requests, so that they are read while the loop is busy."""
         while True:
             try:
                 request = receive_frame(self._connection)
@@ -101,7 +101,7 @@ class _Concurrent:
             self._loop.call_soon_threadsafe(self._cancel if "cancel" in request else self._begin, request)
 
     def _watch(self) -> None:
-        """Body of the thread that looks which call has the loop, and reports one that does not give it back."""
+        """Run the thread that finds which call holds the loop, and reports one that blocks it."""
         task, reported, now = None, None, time.monotonic()
         since = now
         while True:

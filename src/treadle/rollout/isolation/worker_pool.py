@@ -342,7 +342,7 @@ class _Dispatcher:
         self._end(worker, text)
 
     def _rerun_alone(self, worker: _Worker) -> None:
-        """If a worker has several calls, take them off it, to run each again alone: one of them is to blame."""
+        """Take the calls off a worker that has several, to run each again alone: one of them is to blame."""
         if len(worker.calls) > 1:
             for call in worker.calls.values():
                 call.alone = True
@@ -374,7 +374,7 @@ class _Dispatcher:
             _fail(call, reason)
 
     def _sleep_seconds(self) -> float | None:
-        """How long the thread may sleep unless something comes."""
+        """Return the seconds that the thread may sleep unless something arrives."""
         if any(worker.dies_by is not None for worker in self.workers):
             return _POLL_SECONDS
         times = [w.late_at if w.ready else w.start_deadline for w in self.workers if w.calls or not w.ready]

@@ -19,7 +19,7 @@ _BOX_OR_BRACE = re.compile(r"\\f?boxed\s*\{|[{}]")
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """The last number in a text, or None where there is none.
+    """Return the last number in a text, or None.
 
     Thousands commas, a sign, a decimal point, an exponent and a dollar sign are read; a full stop at the end of a
     sentence is not part of the number. A minus belongs to the number only where it touches it and does not follow
@@ -39,7 +39,7 @@ def find_last_number(text: str) -> Decimal | None:
 
 
 def find_last_box(text: str) -> str | None:
-    r"""What is inside the last complete `\boxed{…}`, braces matched, or None.
+    r"""Return the content of the last complete `\boxed{…}`, with matched braces, or None.
 
     >>> find_last_box(r"first \boxed{1}, then \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
@@ -57,7 +57,7 @@ def find_last_box(text: str) -> str | None:
 
 
 def without_bold(text: str) -> str:
-    """The text without Markdown's `**bold**` marks; powers such as `2**3` stay.
+    """Return the text without Markdown's `**bold**` marks; powers such as `2**3` stay.
 
     >>> without_bold("so **18** is 2**3 + 10")
     'so 18 is 2**3 + 10'
@@ -66,7 +66,7 @@ def without_bold(text: str) -> str:
 
 
 def label_text(label: Any) -> str:
-    """The answer in a label: what follows the last `####` (GSM8K), stripped, without a full stop at its end.
+    """Return the answer in a label: the text after the last `####` (GSM8K), stripped, without a full stop at its end.
 
     Raises `RewardFault` where there is none.
 

@@ -129,7 +129,7 @@ _TUPLE_TASKS = ("arc_agi", "rearc")
 
 
 def tagged_answer(response: str) -> str:
-    """What is inside the last `<answer>…</answer>`, or the whole response; stripped.
+    """Return the content of the last `<answer>…</answer>`, or the whole response; stripped.
 
     >>> tagged_answer("I think <answer> 4 </answer>"), tagged_answer(" 4 ")
     ('4', '4')
@@ -139,7 +139,7 @@ def tagged_answer(response: str) -> str:
 
 
 def make_reasoning_gym(settings: RewardSettings) -> SampleReward:
-    """What the task's own verifier of reasoning-gym gives, 0 to 1; many tasks give a little for a near miss.
+    """Return the score of the task's own verifier of reasoning-gym, 0 to 1; many tasks give a little for a near miss.
 
     Reads the columns `task`, `task_args` and `entry`, which a source `reasoning_gym:task?…` fills.
     """

@@ -86,7 +86,7 @@ def evaluate(reward: RewardFunction, inputs: Sequence[RewardInput]) -> list[Rewa
 
 
 async def evaluate_async(reward: RewardFunction, inputs: Sequence[RewardInput]) -> list[RewardScore | None]:
-    """`evaluate` for an `async def` reward, on the running event loop."""
+    """Do what `evaluate` does for an `async def` reward, on the running event loop."""
     try:
         result = await _call(reward, inputs)
     except (RewardFault, asyncio.CancelledError):
@@ -108,7 +108,7 @@ def _call(reward: RewardFunction, inputs: Sequence[RewardInput]) -> Any | Corout
 
 
 def group_arguments(function: Callable[..., Any], inputs: Sequence[RewardInput]) -> dict[str, list[Any]]:
-    """The keyword arguments of a per-group reward: one list per name, one entry per sample.
+    """Return the keyword arguments of a per-group reward: one list per name, one entry per sample.
 
     Raises `RewardFault` where the signature asks for a column the data does not have.
     """
@@ -145,7 +145,7 @@ def _read(reward: RewardFunction, result: Any, count: int) -> list[RewardScore |
 
 
 def read_number(value: Any) -> float:
-    """A finite float out of what a reward returned: a number, a bool, or a 0-d array or tensor.
+    """Return the finite float that a reward returned as a number, a bool, or a 0-d array or tensor.
 
     >>> read_number(True)
     1.0
@@ -164,7 +164,7 @@ def read_number(value: Any) -> float:
 
 
 def read_score(result: Any) -> RewardScore:
-    """What a per-sample reward returned, as a `RewardScore`; the entries of a dict are added up.
+    """Return the result of a per-sample reward as a `RewardScore`; the entries of a dict are summed.
 
     >>> read_score({"right": 1, "short": 0.5})
     RewardScore(value=1.5, parts={'right': 1.0, 'short': 0.5})
@@ -180,7 +180,7 @@ def read_score(result: Any) -> RewardScore:
 
 
 def _read_parts(parts: Mapping[Any, Any]) -> dict[str, float]:
-    """Named parts with names fit for a metric: text without a slash."""
+    """Return the parts with names that fit a metric: text without a slash."""
     out: dict[str, float] = {}
     for key, value in parts.items():
         name = str(key).replace("/", ".")
@@ -194,7 +194,7 @@ def _read_parts(parts: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def read_group_scores(result: Any, count: int) -> list[RewardScore | None]:
-    """What a per-group reward returned: one number, or None, per sample in the order given."""
+    """Return the result of a per-group reward: one number, or None, for each sample in its order."""
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):

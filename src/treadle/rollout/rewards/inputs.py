@@ -47,7 +47,7 @@ class RewardScore:
 
 
 def prompt_view(prompt: Prompt) -> RewardInput:
-    """What every sample of a prompt's group shares, with an empty response."""
+    """Return the input that the samples of a group share, with an empty response."""
     return RewardInput(
         response="",
         prompt=prompt.text,
@@ -58,7 +58,7 @@ def prompt_view(prompt: Prompt) -> RewardInput:
 
 
 def sample_view(shared: RewardInput, sample: Sample) -> RewardInput:
-    """One sample on top of what its group shares."""
+    """Return the input of one sample, made from its group's."""
     tokens = tuple(sample.token_ids[sample.loss_mask].tolist())
     return replace(shared, response=sample.text, token_ids=tokens, status=sample.status)
 

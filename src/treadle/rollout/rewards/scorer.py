@@ -171,7 +171,7 @@ class GroupScoring:
         self._count_down()
 
     async def score(self, sample: Sample) -> Sample:
-        """The sample with `reward` and `reward_parts` filled in, or failed with `failure` saying which reward and why.
+        """Return the sample with `reward` and `reward_parts` set, or failed with a `failure` that says which reward and why.
 
         `reward_parts` has each reward's value before its weight under the reward's name, and the parts a reward
         gave itself under `name.part`. A sample that has failed already counts as missing and is given back.
@@ -218,7 +218,7 @@ class GroupScoring:
         return (await asyncio.shield(self._group_calls[name]))[id(sample)]
 
     async def _call_on_group(self, reward: PlacedReward) -> dict[int, RewardScore | None]:
-        """One call for all samples, ordered by index whatever the order they came in."""
+        """Call a reward once for all samples, ordered by index whatever the order in which they came."""
         samples = sorted(self._samples, key=lambda s: (s.index, s.trajectory_id))
         scores = await self._scorer.run(reward, [self._view(s) for s in samples])
         return {id(s): score for s, score in zip(samples, scores, strict=True)}

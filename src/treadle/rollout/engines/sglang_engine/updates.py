@@ -143,7 +143,7 @@ async def _tell(client: ServerClient, path: str, body: Mapping[str, Any], second
 
 
 def _ending(offer: Offer) -> dict[str, Any]:
-    """What the last request of an update says: the new version, and that keys and values are dropped."""
+    """Return the fields of an update's last request: the new version, and that keys and values are dropped."""
     return {"weight_version": str(offer.version), "flush_cache": True}
 
 

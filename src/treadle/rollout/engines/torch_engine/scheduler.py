@@ -186,7 +186,7 @@ class Scheduler:
 
 
 def row_seed(seed: int, index: int) -> int:
-    """Seed of sample `index` of a request with `seed`: a 64-bit hash of both."""
+    """Return the seed of sample `index` of a request with `seed`: a 64-bit hash of both."""
     mixed = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & (2**64 - 1)
     mixed = ((mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93) & (2**64 - 1)
     return mixed ^ (mixed >> 32)
