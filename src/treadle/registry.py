@@ -82,7 +82,7 @@ _inside = threading.local()  # `pid`: the process in which this thread runs a us
 
 @functools.cache
 def _catch_exits() -> None:
-    """Make `os._exit` raise where a user's code calls it; everywhere else, forked children included, it ends the process."""
+    """Make `os._exit` raise if a user's code calls it; everywhere else, forked children included, it ends the process."""
 
     def _exit(status: int) -> NoReturn:
         if getattr(_inside, "pid", None) == os.getpid():

@@ -1,6 +1,6 @@
 """The maths of Treadle: pure functions from tensors to tensors, float32 or float64, inputs never changed.
 
-A token's loss mask is True where it is trained. Per-token vectors hold the tokens of many samples one after the
+A token's loss mask is True if the token is trained. Per-token vectors hold the tokens of many samples one after the
 other, with the ascending `sample_index`; samples know their group by id. `ESTIMATORS`, `POLICY_LOSSES`,
 `KL_ESTIMATORS` and `CORRECTIONS` are tables by name, made from the records of `treadle.catalog`.
 """

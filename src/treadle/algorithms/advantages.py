@@ -24,7 +24,7 @@ from treadle.algorithms.segments import safe_divide, where_trained
 from treadle.errors import ConfigError
 
 SumOverRanks = Callable[[Tensor], Tensor]
-"""Adds a small tensor over all ranks and returns the sum; the identity where there is one rank."""
+"""Adds a small tensor over all ranks and returns the sum; the identity if there is one rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

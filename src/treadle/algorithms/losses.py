@@ -38,7 +38,7 @@ class PolicyLossInputs:
     num_samples: int | None = None
     eps_clip: float = 0.2  # how far below 1 the ratio may go; no lower bound from 1 on
     eps_clip_high: float | None = None  # how far above 1; eps_clip where None
-    eps_clip_c: float | None = None  # bound of the loss where the advantage is negative (dual clip)
+    eps_clip_c: float | None = None  # bound of the loss if the advantage is negative (dual clip)
     rollout_logprobs: Float[Tensor, " T"] | None = None  # of the policy that drew the tokens
 
     @property

@@ -36,7 +36,7 @@ def dense_ids(ids: Int64[Tensor, " N"]) -> tuple[Int64[Tensor, " N"], int]:
 
 
 def safe_divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """Return `numerator / denominator`; 0, with gradient 0, where the denominator is 0."""
+    """Return `numerator / denominator`; 0, with gradient 0, if the denominator is 0."""
     denominator = torch.as_tensor(denominator, dtype=numerator.dtype, device=numerator.device)
     empty = denominator == 0
     return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, denominator))

@@ -40,7 +40,7 @@ def build_eval_sets(
 ) -> dict[str, PromptDataset]:
     """Return the evaluation sets by name, in their order; each prompt's `group_id` is its row number.
 
-    `metadata_key` and `tools_key` are read where a set has that column.
+    `metadata_key` and `tools_key` are read if a set has that column.
     """
     sources = parse_eval_sets(evaluation.eval_prompt_data)
     for name in evaluation.eval_overrides.keys() - sources.keys():

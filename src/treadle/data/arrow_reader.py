@@ -1,7 +1,7 @@
 """Rows of parquet and csv files, saved data sets, data folders and hub data sets, through `datasets`.
 
 Parquet, folders and hub data are memory-mapped from the cache of `datasets`; csv is held as an Arrow table of text.
-In these formats a column has one type: a nested object shows the keys of all rows, None where a row has none.
+In these formats a column has one type: a nested object shows the keys of all rows, None if a row has none.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def read_folder(path: Path, split: str | None) -> ArrowReader:
 
 
 def read_hub(name: str, config: str | None, split: str | None) -> ArrowReader:
-    """Open a data set of the Hugging Face hub, from its cache where it is there."""
+    """Open a data set of the Hugging Face hub, from its cache if it is there."""
     import datasets
 
     shown = f"{name}:{config}" if config else name

@@ -1,6 +1,6 @@
 """How deep the values of a row may be nested.
 
-Rows are copied, written and sent by recursive code; one that is nested too deep would end the run where it is scored.
+Rows are copied, written and sent by recursive code; one that is nested too deep would end the run when it is scored.
 """
 
 from __future__ import annotations

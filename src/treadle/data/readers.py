@@ -166,7 +166,7 @@ def adds_nulls(reader: Reader) -> bool:
 def open_reader(source: str) -> Reader:
     """Open a source as the config names it; `path@[a:b]` takes rows a to b as a Python slice would.
 
-    Raises `DataError` where it is missing, empty or of no known kind, and for an empty slice.
+    Raises `DataError` if it is missing, empty or of no known kind, and for an empty slice.
     """
     location, rows = _split_slice(source)
     reader = _open(location)

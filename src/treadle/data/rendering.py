@@ -101,7 +101,7 @@ class Renderer:
         return frame + sum(_max_tokens(message["content"]) for message in content) + self._added
 
     def _frame(self, roles: tuple[str, ...]) -> int | None:
-        """Bound on the tokens the template puts around contents, None where it does more than put text around them."""
+        """Bound on the tokens the template puts around contents, None if it does more than put text around them."""
         short, long = (self._template([{"role": role, "content": probe} for role in roles]) for probe in _PROBES)
         grown = len(roles) * (len(_PROBES[1]) - len(_PROBES[0]))
         return _max_tokens(short) if len(long) - len(short) <= grown else None

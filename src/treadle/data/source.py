@@ -89,7 +89,7 @@ class PromptSource:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken.
 
-        Raises `DataError` where it was taken of other data, another order or other shares, and `CheckpointError` for
+        Raises `DataError` if it was taken of other data, another order or other shares, and `CheckpointError` for
         a damaged one; the source is unchanged then.
         """
         try:

@@ -57,7 +57,7 @@ def with_gaps(points: Points) -> tuple[list[float], list[float]]:
 def draw_curve(metrics_path: Path, out_png: Path, title: str = "") -> Path | None:
     """Draw the metrics of a run and return the picture's path.
 
-    Returns None, and writes nothing, where there is neither a reward nor an evaluation to draw.
+    Returns None, and writes nothing, if there is neither a reward nor an evaluation to draw.
     """
     rows = read_metrics(metrics_path)
     rewards, evals = series(rows, "rollout/reward_mean"), accuracies(rows)

@@ -29,7 +29,7 @@ def metric_line(rollout_id: int, values: Mapping[str, float]) -> bytes:
 def read_metric_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Yield every complete line of a metrics file, as bytes and as a row.
 
-    No lines where there is no file. A last line without its end (the run was killed while writing it) is left out.
+    There are no lines if there is no file. A last line without its end (the run was killed while writing it) is left out.
     Raises `DataError` for a file that can't be read, and, with the line number, for any other line that is not an object
     with a `rollout_id`.
     """

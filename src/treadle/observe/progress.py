@@ -38,7 +38,7 @@ class Progress:
     """Shows a run while it goes; safe to call from any thread.
 
     Use it as a context manager, so that the terminal is restored whatever happens. `mode` is that of
-    `ObserveSection.progress`; `view` is None where nothing is shown, and warnings then go to stderr.
+    `ObserveSection.progress`; `view` is None if nothing is shown, and warnings then go to stderr.
 
         with Progress("plain") as progress:
             progress.phase("loading the model")
@@ -109,7 +109,7 @@ class Progress:
             self.view.note(_harmless(text))
 
     def warn(self, text: str) -> None:
-        """Show a warning above the display, or on stderr where the display is off."""
+        """Show a warning above the display, or on stderr if the display is off."""
         if self.view is not None:
             self.view.warn(_harmless(text))
         else:

@@ -1,4 +1,4 @@
-"""The display for log files and pipes: one aligned line a step, and a line where a slow phase begins."""
+"""The display for log files and pipes: one aligned line a step, and a line when a slow phase begins."""
 
 from __future__ import annotations
 

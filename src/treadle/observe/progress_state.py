@@ -25,7 +25,7 @@ class Phase:
 
     @property
     def count(self) -> str:
-        """`12/256`, or nothing where the phase does not count."""
+        """`12/256`, or nothing if the phase does not count."""
         if self.done is None:
             return ""
         return str(self.done) if self.total is None else f"{self.done}/{self.total}"

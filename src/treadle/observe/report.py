@@ -14,7 +14,7 @@ MAX_TEXT = 320
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """One answer to show; `reward` is None where it could not be scored."""
+    """One answer to show; `reward` is None if it could not be scored."""
 
     prompt: str
     answer: str

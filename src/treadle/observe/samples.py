@@ -54,7 +54,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
-    """Write groups to one file, whole or not at all; makes the folder. Raises `TreadleError` where the disk refuses."""
+    """Write groups to one file, whole or not at all; makes the folder. Raises `TreadleError` if the disk refuses."""
     if not path.parent.is_dir():
         make_folder(path.parent)
     write_atomically(path, (_encode(row) for group in groups for row in _rows(group)))
@@ -63,7 +63,7 @@ def write_groups(path: Path, groups: Iterable[Group]) -> None:
 def read_groups(path: Path) -> list[Group]:
     """Read groups back: same order, same prompts, arrays bit for bit.
 
-    Raises `DataError` that names the file, and the line where one is malformed.
+    Raises `DataError` that names the file, and the line if one is malformed.
     """
     groups: list[Group] = []
     try:

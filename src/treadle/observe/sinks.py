@@ -47,7 +47,7 @@ class JsonlSink:
             raise TreadleError(f"{path} can't be written ({error.strerror}); give another --run-dir") from error
 
     def write(self, rollout_id: int, values: Mapping[str, float]) -> None:
-        """Append one line; raises `TreadleError` where the disk is full, all earlier lines kept whole."""
+        """Append one line; raises `TreadleError` if the disk is full, all earlier lines kept whole."""
         if self._file is None:
             raise TreadleError(f"{self.path} is closed; metrics of rollout {rollout_id} came too late")
         line = metric_line(rollout_id, values)

@@ -32,7 +32,7 @@ class WandbSink:
         self._run.log({"rollout_id": int(rollout_id), **{name: float(value) for name, value in values.items()}})
 
     def close(self) -> None:
-        """Upload what is left; raises `TreadleError` where that takes longer than `WANDB_CLOSE_SECONDS`."""
+        """Upload what is left; raises `TreadleError` if that takes longer than `WANDB_CLOSE_SECONDS`."""
         if self._run is None:
             return
         run, self._run = self._run, None

@@ -12,7 +12,7 @@ from treadle.errors import TreadleError
 def write_atomically(path: Path, chunks: Iterable[bytes], *, durable: bool = False) -> None:
     """Write chunks to a temporary file beside `path`, then rename it over `path`.
 
-    A `durable` file outlives a crash of the machine in either form. Raises `TreadleError` where the disk refuses (full, read-only, gone); `path` is then as it was before.
+    A `durable` file outlives a crash of the machine in either form. Raises `TreadleError` if the disk refuses (full, read-only, gone); `path` is then as it was before.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

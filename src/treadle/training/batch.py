@@ -54,7 +54,7 @@ class Batch:
     temperatures: Float[Tensor, " S"] = _per_sample()
     rewards: Float[Tensor, " S"] = _per_sample()
     token_ids: Int[Tensor, " T"] = _per_token()
-    loss_mask: Bool[Tensor, " T"] = _per_token()  # True where the token is trained
+    loss_mask: Bool[Tensor, " T"] = _per_token()  # True if the token is trained
     rollout_logprobs: Float[Tensor, " T"] = _per_token()
     reward_parts: Float[Tensor, "S P"] | None = _per_sample(optional=True)  # the rewards one by one, before weights
     shaped: Float[Tensor, " S"] | None = _per_sample(optional=True)  # rewards as compared within whole groups

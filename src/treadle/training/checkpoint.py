@@ -2,8 +2,8 @@
 
     <save>/rollout_000012/
         model/                 a Hugging Face folder with the float32 master weights
-        critic/                the same of a critic, with its value head and optimizer, where there is one
-        reference.safetensors  a reference model's weights, where they move
+        critic/                the same of a critic, with its value head and optimizer, if there is one
+        reference.safetensors  a reference model's weights, if they change
         optimizer.safetensors  AdamW state by parameter name
         state.json             where the run stands: everything else that resuming needs
         config.json            the resolved configuration

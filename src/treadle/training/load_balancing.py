@@ -82,8 +82,8 @@ def plan_ranks(
 ) -> list[RankPlan]:
     """Give every sample to one rank, and cut each rank's share into few micro-batches of at most `max_tokens`.
 
-    A micro-batch is over the limit only where a single sample is. With `same_count` every rank has as many
-    micro-batches as the others, empty ones where it has too little to do: ranks that exchange gradients in every
+    A micro-batch is over the limit only if a single sample is. With `same_count` every rank has as many
+    micro-batches as the others, empty ones if it has too little to do: ranks that exchange gradients in every
     pass would wait for ever otherwise. With `similar_lengths` a micro-batch holds samples of like length (attention
     that lays them side by side has no padding) and there are more of them. Ranks are balanced in tokens;
     `attention_cost` adds what a pair of tokens costs that look at each other, in tokens: about 1 / (6 hidden size).
@@ -231,7 +231,7 @@ def _spread(
 ) -> list[list[_Unit]] | None:
     """Put each unit, large ones first, into the emptiest bin; units over the limit are broken up at the end.
 
-    If `strict`, None where the limit can't be kept like that; only a single sample may be over it, alone.
+    If `strict`, None if the limit can't be kept like that; only a single sample may be over it, alone.
     """
     bins: list[list[_Unit]] = [[] for _ in range(num_bins)]
     loads: list[tuple[float, int]] = [(0, b) for b in range(num_bins)]  # a heap
@@ -263,7 +263,7 @@ def _spread_or_fit(units: list[_Unit], num_bins: int, limit: float, measure: _Me
 def _fit(units: list[_Unit], num_bins: int, limit: float, measure: _Measure) -> list[list[_Unit]] | None:
     """Put each unit, large ones first, into the fullest bin with room for it; units that fit nowhere are broken up at the end.
 
-    None where the limit can't be kept like that.
+    None if the limit can't be kept like that.
     """
     bins: list[list[_Unit]] = []
     loads: list[tuple[float, int]] = []  # sorted

@@ -57,7 +57,7 @@ class Objective:
     policy_loss_fn: PolicyLossFn
     needs: Needs
     max_response_len: int
-    kl_weight: float  # of KL, in the reward or in the loss; moves where a target steers it
+    kl_weight: float  # of KL, in the reward or in the loss; changes if a target steers it
     corrections: CorrectionSettings | None
     part_weights: Mapping[str, float]  # of the rewards an estimator reads one by one; empty for the others
 

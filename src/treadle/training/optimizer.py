@@ -141,7 +141,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Cast the masters into the module's parameters; nothing to do where they are the same tensors."""
+        """Cast the masters into the module's parameters; there is nothing to do if they are the same tensors."""
         if self.is_sharded:
             return
         apart = [(p, self.masters[name]) for name, p in self.params.items() if p is not self.masters[name]]

@@ -141,7 +141,7 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Split a batch's samples into micro-batches; returns the sample indices of each.
 
-    With `max_tokens`, groups stay whole where they fit, micro-batches are balanced and none is over the limit unless
+    With `max_tokens`, groups stay whole if they fit, micro-batches are balanced and none is over the limit unless
     a single sample is; `similar_lengths` and `at_least` as in `plan_ranks`. With `micro_batch_size`, that many samples each, in order.
     """
     assert (max_tokens is None) != (micro_batch_size is None)

@@ -1,4 +1,4 @@
-"""A model as the ranks hold it: whole where there is one, in shards (FSDP2) where there are many.
+"""A model as the ranks hold it: whole on a single rank, in shards (FSDP2) on several.
 
 In shards the float32 parameters are the master weights; a layer's are gathered in the compute dtype just before they
 are used, and freed after. Ranks form a grid, `replicate × shard × tensor`: shards are the same in each replica
@@ -72,7 +72,7 @@ class ParallelSpec:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """This rank's place: `data` are the ranks with other samples, `world` all ranks, `mesh` None where it is alone."""
+    """This rank's place: `data` are the ranks with other samples, `world` all ranks, `mesh` is None if it is alone."""
 
     spec: ParallelSpec
     device: torch.device

@@ -39,7 +39,7 @@ def load_parallel(
 
     One process has the whole model. Of many, the first reads the files into host memory (and checks that packing is
     exact for the model), the others make room only, and each weight is sent to them when its turn comes. `wrap` turns
-    the language model into what is trained (a value model), and reads its own files where the model has memory.
+    the language model into what is trained (a value model), and reads its own files if the model has memory.
     """
     wrap = wrap or (lambda model: model)
     if grid.mesh is None:

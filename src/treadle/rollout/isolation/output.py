@@ -1,4 +1,4 @@
-"""What a worker and the programs it starts print: shown on stderr line by line, where no character of it acts.
+"""What a worker and the programs it starts print: shown on stderr line by line, with control characters shown as text.
 
 User code prints what models said, and a model's text may hold anything a terminal obeys.
 """

@@ -22,7 +22,7 @@ def find_last_number(text: str) -> Decimal | None:
     """Return the last number in a text, or None.
 
     Thousands commas, a sign, a decimal point, an exponent and a dollar sign are read; a full stop at the end of a
-    sentence is not part of the number. A minus belongs to the number only where it touches it and does not follow
+    sentence is not part of the number. A minus belongs to the number only if it touches it and does not follow
     a digit, letter or bracket. Fractions are two numbers.
 
     >>> find_last_number("She pays $1,234.50.")
@@ -68,7 +68,7 @@ def without_bold(text: str) -> str:
 def label_text(label: Any) -> str:
     """Return the answer in a label: the text after the last `####` (GSM8K), stripped, without a full stop at its end.
 
-    Raises `RewardFault` where there is none.
+    Raises `RewardFault` if there is none.
 
     >>> label_text("9 * 2 = <<9*2=18>>18\\n#### 18"), label_text(0.5)
     ('18', '0.5')

@@ -38,7 +38,7 @@ class BuiltinReward:
 
 
 def last_number(sample: RewardInput) -> float:
-    """1 where the last number of the response equals the label's number, compared exactly.
+    """Return 1 if the last number of the response equals the label's number, compared exactly.
 
     >>> last_number(RewardInput("2 boxes of 9 make 18.0 in all.", label="9*2 #### 18"))
     1.0
@@ -51,7 +51,7 @@ def last_number(sample: RewardInput) -> float:
 
 
 def exact(sample: RewardInput) -> float:
-    """1 where the response is the label, spaces around both left out.
+    """Return 1 if the response is the label, spaces around both left out.
 
     >>> exact(RewardInput(" Paris\\n", label="Paris"))
     1.0
@@ -72,7 +72,7 @@ def make_exact(settings: RewardSettings) -> SampleReward:
 
 
 def make_regex(settings: RewardSettings) -> SampleReward:
-    """1 where the pattern `rm_regex` matches somewhere in the response; `.` matches line ends too with `(?s)`."""
+    """Return 1 if the pattern `rm_regex` matches somewhere in the response; `.` matches line ends too with `(?s)`."""
     assert settings.regex is not None, "build_scorer checks rm_regex"
     pattern = re.compile(settings.regex)
 
@@ -83,10 +83,10 @@ def make_regex(settings: RewardSettings) -> SampleReward:
 
 
 def make_math(settings: RewardSettings) -> SampleReward:
-    r"""1 where the response's answer equals the label as mathematics, by the math-verify library.
+    r"""Return 1 if the response's answer equals the label as mathematics, by the math-verify library.
 
     The answer is the last `\boxed{…}`; without one, what math-verify finds: a stated final answer, else the last
-    formula or number. The label is LaTeX or plain text, and only what follows `####` counts where that is in it.
+    formula or number. The label is LaTeX or plain text, and only the text after `####` counts if there is one.
     Parsing and comparing stop after an eighth of `rm_timeout_seconds` each (at least 1 s, at most 5): an answer
     that can't be checked in that time (`9^{9^{9}}`) is wrong. They rely on SIGALRM, so this reward needs a
     process's main thread, which is what a reward worker gives it.

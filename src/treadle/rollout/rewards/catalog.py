@@ -52,7 +52,7 @@ def make_specs(targets: tuple[str, ...], settings: RewardSettings) -> list[Rewar
 
 
 def load_reward(spec: RewardSpec) -> RewardFunction:
-    """Import and make a reward here; raises `ConfigError` or `RewardError` where it can't be."""
+    """Import and make a reward here; raises `ConfigError` or `RewardError` if it can't be."""
     if spec.builtin is not None:
         return RewardFunction(spec.name, spec.builtin.make(spec.settings), "sample", is_async=False)
     return inspect_function(spec.name, resolve("reward", spec.target, BUILTIN_REWARDS))

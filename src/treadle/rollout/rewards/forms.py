@@ -3,8 +3,8 @@
 - per sample: `(sample: RewardInput) -> float | dict[str, float] | RewardScore`
 - per group, as in TRL: `(completions, **columns) -> list[float | None]`, called once when all samples of a group
   are there. Of `prompts`, `completions`, `completion_ids`, `label` and the data's columns it is given those that
-  its signature names, or all where it takes `**columns`; each is a list with one entry per sample. Prompts and
-  completions are lists of messages where the prompt was made from messages, else text.
+  its signature names, or all if it takes `**columns`; each is a list with one entry per sample. Prompts and
+  completions are lists of messages if the prompt was made from messages, else text.
 
 Both may be `async def`. The form is read off the signature.
 """
@@ -44,7 +44,7 @@ class RewardFunction:
 
 
 def inspect_function(name: str, function: Any) -> RewardFunction:
-    """Find the form of a reward function; raises `RewardError` where it has neither."""
+    """Find the form of a reward function; raises `RewardError` if it has neither."""
     if inspect.isclass(function):
         raise RewardError(f"reward {name!r} is a class; name a function, or an instance with __call__")
     if not callable(function):
@@ -110,7 +110,7 @@ def _call(reward: RewardFunction, inputs: Sequence[RewardInput]) -> Any | Corout
 def group_arguments(function: Callable[..., Any], inputs: Sequence[RewardInput]) -> dict[str, list[Any]]:
     """Return the keyword arguments of a per-group reward: one list per name, one entry per sample.
 
-    Raises `RewardFault` where the signature asks for a column the data does not have.
+    Raises `RewardFault` if the signature asks for a column the data does not have.
     """
     first = inputs[0]
     if first.messages is None:

@@ -20,7 +20,7 @@ class RewardInput:
     """One finished sample as a reward sees it.
 
     `response` is the sampled text and `token_ids` are its trained tokens; `prompt` is the text the model saw.
-    `messages` is the prompt as chat messages where it was made from some. `label` is the column `label_key`
+    `messages` is the prompt as chat messages if it was made from some. `label` is the column `label_key`
     names, `columns` the whole row of the data set. `status` tells a finished answer from a cut one.
     """
 

@@ -57,7 +57,7 @@ def build_scorer(reward: RewardSection, *, group_wait_seconds: float = 3600.0, r
 
     `group_wait_seconds` bounds how long a TRL-style reward waits for the rest of a group. Where no reward is
     `required` and none is given, every sample's is 0. Raises `RewardError` or
-    `ConfigError` where a name, a path, a signature or the weights are wrong.
+    `ConfigError` if a name, a path, a signature or the weights are wrong.
     """
     targets = reward.targets
     if not targets and required:
