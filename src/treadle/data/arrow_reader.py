@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treadle.errors import DataError
+from treadle.errors import DataError, first_line
 from treadle.hub import work_offline_if_cut_off
 from treadle.registry import suggestion
 
@@ -55,12 +55,11 @@ class ArrowReader:
         return f"{self._name}, row {index}"
 
 
-def first_line(error: BaseException) -> str:
+def innermost_line(error: BaseException) -> str:
     """Return the first line of the innermost cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return first_line(error)
 
 
 def read_parquet(path: Path) -> ArrowReader:
@@ -72,7 +71,7 @@ def read_parquet(path: Path) -> ArrowReader:
     try:
         num_rows = pyarrow.parquet.read_metadata(path).num_rows
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {first_line(error)}") from error
+        raise DataError(f"{path} is not a readable parquet file: {innermost_line(error)}") from error
     if num_rows == 0:
         raise DataError(f"{path} is empty: it has a schema but no rows")
     _quiet()
@@ -81,7 +80,7 @@ def read_parquet(path: Path) -> ArrowReader:
             "parquet", data_files=glob.escape(str(path.resolve())), split="train", trust_remote_code=False
         )
     except Exception as error:  # the builder wraps whatever goes wrong in many kinds
-        raise DataError(f"{path} can't be read: {first_line(error)}") from error
+        raise DataError(f"{path} can't be read: {innermost_line(error)}") from error
     return ArrowReader(found, str(path))
 
 
@@ -111,7 +110,7 @@ def read_csv(path: Path) -> ArrowReader:
         with csv.open_csv(path, read_options=read, parse_options=parse, convert_options=text) as stream:
             table = stream.read_all()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a readable csv file: {bad[0] if bad else first_line(error)}") from error
+        raise DataError(f"{path} is not a readable csv file: {bad[0] if bad else innermost_line(error)}") from error
     return ArrowReader(datasets.Dataset(table), str(path))
 
 
@@ -165,7 +164,7 @@ def read_folder(path: Path, split: str | None) -> ArrowReader:
             found = datasets.load_dataset(str(path.resolve()), trust_remote_code=False)
     except Exception as error:  # as above
         raise DataError(
-            f"folder {str(path)!r} holds no readable data set ({first_line(error)}); it takes what "
+            f"folder {str(path)!r} holds no readable data set ({innermost_line(error)}); it takes what "
             "save_to_disk writes, or .jsonl, .json, .parquet or .csv files"
         ) from error
     return ArrowReader(_pick_split(found, split, str(path)), _named(str(path), split))
@@ -181,7 +180,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> ArrowReader:
         found = datasets.load_dataset(name, config, trust_remote_code=False)
     except Exception as error:  # as above
         raise DataError(
-            f"no data set {shown!r}: there is no such file or folder, and the hub says: {first_line(error)}"
+            f"no data set {shown!r}: there is no such file or folder, and the hub says: {innermost_line(error)}"
         ) from error
     return ArrowReader(_pick_split(found, split, shown), _named(shown, split))
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from treadle.errors import DataError
+from treadle.plain_json import plain_json
 from treadle.registry import suggestion
 
 GYM_PREFIX = "reasoning_gym:"
@@ -57,7 +58,7 @@ class GymReader:
             "task": self._task,
             "task_args": dict(self._args),
             "task_index": index,
-            "entry": json_safe(entry),
+            "entry": plain_json(entry),
         }
 
     def column(self, name: str, start: int, stop: int) -> list[Any]:
@@ -65,21 +66,6 @@ class GymReader:
 
     def locate(self, index: int) -> str:
         return f"{self._source}, row {index}"
-
-
-def json_safe(value: Any) -> Any:
-    """Return the value in JSON types: tuples, sets and arrays become lists, keys text, and the rest its text."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted((json_safe(item) for item in value), key=repr)
-    if hasattr(value, "tolist"):
-        return json_safe(value.tolist())
-    return str(value)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from treadle.data.depth import MAX_DEPTH, TOO_DEEP, is_too_deep
 from treadle.errors import DataError
+from treadle.plain_json import MAX_DEPTH, TOO_DEEP, is_too_deep
 
 _CHUNK_BYTES = 1 << 24
 _BOM = b"\xef\xbb\xbf"

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from treadle.data.depth import TOO_DEEP, is_too_deep
 from treadle.errors import DataError
+from treadle.plain_json import TOO_DEEP, is_too_deep
 from treadle.types import Message
 
 

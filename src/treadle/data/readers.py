@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from treadle.data.arrow_reader import ArrowReader, read_csv, read_folder, read_hub, read_parquet
-from treadle.data.depth import TOO_DEEP, is_too_deep
 from treadle.data.gym_reader import GYM_PREFIX, GymReader
 from treadle.data.json_reader import JsonReader
 from treadle.errors import DataError
+from treadle.plain_json import TOO_DEEP, is_too_deep
 from treadle.registry import resolve, user_code
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.data.gym_reader import json_safe
 from treadle.data.json_reader import JsonReader
 from treadle.data.readers import open_reader, source_name
 from treadle.errors import ConfigError, DataError
@@ -359,13 +358,6 @@ def test_gym_is_the_same_without_a_seed_and_leaves_the_shared_generator_alone() 
 )
 def test_gym_mistakes_are_one_clear_line(query: str, message: str) -> None:
     assert message in refused(f"reasoning_gym:{query}")
-
-
-def test_json_safe_gives_what_json_can_hold() -> None:
-    import numpy as np
-
-    value = {1: (1, {3, 2}), "a": np.array([[1.5]]), "b": np.int64(3), "c": complex(1, 2), "d": None}
-    assert json_safe(value) == {"1": [1, [2, 3]], "a": [[1.5]], "b": 3, "c": "(1+2j)", "d": None}
 
 
 def test_names_leave_out_folders_of_files_only(write_jsonl: Write) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from treadle.plain_json import plain_json
 from treadle.rollout.envs.base import Environment, Opening, Step, load_environment
 from treadle.rollout.envs.serving import opening_from_json, step_from_json, step_to_json
-from treadle.rollout.isolation.plain_json import plain_json
 from treadle.types import Prompt
 
 ODD_TURNS = ("", " \n", "δ 四十二 \N{GRINNING FACE}", "\x00", "word " * 2000)

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from treadle.plain_json import plain_json
 from treadle.rollout.envs.base import Episode, Opening, Step, load_environment
-from treadle.rollout.isolation.plain_json import plain_json
 from treadle.rollout.isolation.worker import Handler
 from treadle.rollout.rewards.inputs import RewardScore
 from treadle.types import Prompt, prompt_from_json, prompt_to_json

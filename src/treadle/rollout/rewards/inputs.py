@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treadle.rollout.isolation.plain_json import plain_json
+from treadle.plain_json import plain_json
 from treadle.types import Message, Prompt, Sample, Status
 
 

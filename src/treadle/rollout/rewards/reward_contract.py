@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from treadle.rollout.isolation.plain_json import plain_json
+from treadle.plain_json import plain_json
 from treadle.rollout.rewards.builtin import RewardSettings
 from treadle.rollout.rewards.catalog import load_reward, make_specs
 from treadle.rollout.rewards.forms import RewardFault, RewardFunction, evaluate, evaluate_async, inspect_function

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.errors import RewardError
-from treadle.rollout.isolation.plain_json import plain_json
+from treadle.plain_json import plain_json
 from treadle.rollout.rewards.forms import (
     RewardFault,
     evaluate,

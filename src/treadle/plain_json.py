@@ -1,11 +1,16 @@
-"""Values as JSON types only, so that they are the same on both sides of a process boundary."""
+"""Values as JSON types only, and how deep they may be nested.
+
+Values are then the same on both sides of a process boundary. Rows are copied, written and sent by recursive code; one that
+is nested too deep would end the run when it is scored.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
+TOO_DEEP = f"its values are nested more than {MAX_DEPTH} deep; flatten them"
 
 
 def plain_json(value: Any) -> Any:
@@ -21,8 +26,8 @@ def plain_json(value: Any) -> Any:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, bool | str):
         return value if type(value) in (str, bool, type(None)) else str(value)
     if isinstance(value, int):
@@ -38,3 +43,28 @@ def _plain(value: Any, depth: int) -> Any:
     if hasattr(value, "tolist"):  # a numpy array or scalar
         return _plain(value.tolist(), depth + 1)
     return str(value)
+
+
+def is_too_deep(value: Any) -> bool:
+    """Return whether objects and lists are nested more than `MAX_DEPTH` deep.
+
+    >>> is_too_deep({"messages": [{"role": "user"}]})
+    False
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [item for outer in level for item in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return the objects and lists that a value holds."""
+    if isinstance(value, Mapping):
+        items: Any = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    else:
+        return []
+    return [item for item in items if isinstance(item, Mapping | list | tuple)]
