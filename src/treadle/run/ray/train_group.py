@@ -188,14 +188,17 @@ class TrainGroup:
     async def sleep(self) -> None:
         """Free the devices' memory; do nothing if the ranks sleep."""
         if not self._asleep:
-            await self._end_turn("sleep", RankActor.sleep, "perf/train_awake_gib")
+            peaks = await self._end_turn("sleep", RankActor.sleep)
+            self._turns += [metric("perf/train_awake_gib", gib) for gib in peaks]
 
     async def wake(self) -> None:
         """Restore what `sleep` freed; do nothing if the ranks are awake."""
         if self._asleep:
-            await self._end_turn("wake", RankActor.wake, "perf/train_asleep_gib")
+            peaks = await self._end_turn("wake", RankActor.wake)
+            self._turns += [metric("perf/train_asleep_gib", gib) for gib in peaks]
 
-    async def _end_turn(self, what: str, method: Callable[[RankActor], float], name: str) -> None:
+    async def _end_turn(self, what: str, method: Callable[[RankActor], float]) -> list[float]:
+        """Call all ranks; return the peak memory of each in the turn that ends, in GiB."""
         peaks = await all_in_time([worker.call(what, method) for worker in self.workers], self._seconds)
-        self._turns += [metric(name, gib) for gib in peaks]
         self._asleep = not self._asleep
+        return peaks
