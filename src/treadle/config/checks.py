@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treadle.config import rules_engine, rules_rollout, rules_run, rules_training  # noqa: F401
-from treadle.config.conditions import Condition, Part, shown
+from treadle.config.conditions import RULES, Condition, Finding, Part, fault, shown
 from treadle.config.fields import config_fields
-from treadle.config.findings import RULES, Finding, fault
 from treadle.config.secrets import without_secrets
 from treadle.config.sections import Config
 from treadle.config.values import written

@@ -142,8 +142,13 @@ class ClusterSection(Section):
         return math.prod(given) if given else 0
 
     @property
+    def num_shared_workers(self) -> int:
+        """Workers whose GPUs colocated engines can use: those of the policy and of the critic."""
+        return self.num_train_workers + self.num_critic_workers
+
+    @property
     def num_engines(self) -> int:
         """Engines of the run. Unless rollout_num_gpus is set, as many GPUs generate as train the policy, with `colocate`
         as many as train at all."""
-        own = self.num_critic_workers if self.colocate else 0
-        return max(1, (self.rollout_num_gpus or self.num_train_workers + own) // self.rollout_num_gpus_per_engine)
+        usual = self.num_shared_workers if self.colocate else self.num_train_workers
+        return max(1, (self.rollout_num_gpus or usual) // self.rollout_num_gpus_per_engine)

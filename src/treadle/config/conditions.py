@@ -1,13 +1,14 @@
-"""When a field of the configuration has an effect, declared on the field: `setting(1.0, given("overlong_buffer_len"))`.
+"""What is checked of a configuration: when a field has an effect, and the rules between fields.
 
-One rule (`checks.idle_settings`) reports every field that was changed although its condition does not hold. A message names
-the value, the reason and the remedy.
+A field declares its conditions itself: `setting(1.0, given("overlong_buffer_len"))`. One rule (`checks.idle_settings`) reports
+every field that was changed although a condition of it does not hold. Rules that no field can declare are in `rules_*.py`:
+rows of `refuse` and `warn_of`, and functions under `@rule`. A message names the value, the reason and the remedy.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -32,8 +33,7 @@ class Options(TypedDict, total=False):
 class Condition:
     """When a field has an effect, and what is said of it otherwise.
 
-    `otherwise` continues a sentence that begins with the field: "does nothing without …". In it, `{name}` stands for the value
-    of the field `name`, and `{loss}` for the name of the policy loss in use.
+    `otherwise` continues a sentence that begins with the field: "does nothing without …"; see `filled`.
     """
 
     holds: Callable[[Config, Any], bool]  # of the configuration and the field's value
@@ -44,9 +44,12 @@ class Condition:
 
     def message(self, config: Config) -> str:
         """Return `otherwise` with the values of this configuration."""
-        values = {name: shown(value) for _, section in config for name, value in section}
-        loss = config.algorithm.loss
-        return self.otherwise.format_map(values | {"loss": loss.name if loss else ""})
+        return filled(self.otherwise, config)
+
+
+def filled(text: str, config: Config) -> str:
+    """Return a text with the values that it names in braces: `{field}`, or `{section.property}` for what follows from fields."""
+    return text.format_map(dict(config) | {name: shown(value) for _, section in config for name, value in section})
 
 
 def shown(value: Any) -> str:
@@ -117,7 +120,7 @@ def estimator(trait: str, why: str, **options: Unpack[Options]) -> Condition:
 def read_by(table: Mapping[str, Record], field: str, **options: Unpack[Options]) -> Condition:
     """It has an effect with the estimators, or the policy losses, that read it, and with the user's own."""
     those = ", ".join(name for name, record in table.items() if field in record.all_read)
-    chosen = "policy loss {loss}" if table is POLICY_LOSSES else "{advantage_estimator}"
+    chosen = "policy loss {algorithm.loss.name}" if table is POLICY_LOSSES else "{advantage_estimator}"
 
     def holds(config: Config) -> bool:
         found = config.algorithm.loss if table is POLICY_LOSSES else config.algorithm.estimator
@@ -134,3 +137,49 @@ IN_THE_RUN = compared(
     "is longer than the run (num_rollout = {num_rollout}): none falls inside it; lower it",
     warn=True,
 )
+
+
+# Rules between fields
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence about the configuration; a fatal one stops the run before it starts."""
+
+    text: str
+    fatal: bool
+
+
+def fault(text: str) -> Finding:
+    """Return a mistake, which stops the run before it starts."""
+    return Finding(text, fatal=True)
+
+
+def warning(text: str) -> Finding:
+    """Return something that is probably not meant; the run goes on."""
+    return Finding(text, fatal=False)
+
+
+Rule = Callable[["Config"], Iterator[Finding]]
+RULES: list[tuple[Part, Rule]] = []
+"""Every rule with the part of a run that it is for, in the order in which they report."""
+
+
+def rule(part: Part) -> Callable[[Rule], Rule]:
+    """Return a decorator that adds a rule to `RULES`."""
+
+    def add(function: Rule) -> Rule:
+        RULES.append((part, function))
+        return function
+
+    return add
+
+
+def refuse(part: Part, found: Callable[[Config], Any], text: str) -> None:
+    """Add a rule: this text is a fault if `found` returns true; `{name}` in it stands for the value of the field `name`."""
+    rule(part)(lambda config: iter([fault(filled(text, config))] if found(config) else ()))
+
+
+def warn_of(part: Part, found: Callable[[Config], Any], text: str) -> None:
+    """Add a rule as `refuse` does, whose text is a warning."""
+    rule(part)(lambda config: iter([warning(filled(text, config))] if found(config) else ()))

@@ -151,6 +151,10 @@ class RewardSection(Section):
         return self.rm_type + ((self.custom_rm_path,) if self.custom_rm_path else ())
 
     @property
+    def num_targets(self) -> int:
+        return len(self.targets)
+
+    @property
     def part_weights(self) -> dict[str, float]:
         """Weight of each reward by the name of its part; all weigh 1 unless there is a weight for each."""
         names = reward_names(self.targets)

@@ -1,4 +1,4 @@
-"""Rules about engines that are servers of their own; one rule a function."""
+"""Rules about engines that are servers of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from treadle.catalog import SERVERS
-from treadle.config.findings import Finding, fault, rule
+from treadle.config.conditions import Finding, fault, refuse, rule
 from treadle.config.secrets import secret_names
 from treadle.config.sections import Config
 from treadle.config.values import written
@@ -16,33 +16,28 @@ from treadle.config.values import written
 @rule("all")
 def arguments_of_servers_are_safe(config: Config) -> Iterator[Finding]:
     for kind, record in SERVERS.items():
-        taken = record.owned
         given = {name.replace("-", "_"): value for name, value in config.engine.arguments(kind).items()}
-        for name in taken & given.keys():
-            yield fault(
-                f"{_flag(kind, name)} is not yours to give: Treadle sets it from its own settings; leave it out"
-            )
+        reasons = dict.fromkeys(
+            record.owned & given.keys(), "is not yours to give: Treadle sets it from its own settings; leave it out"
+        )
         if given.get("trust_remote_code", False) is not False:
-            yield fault(
-                f"{_flag(kind, 'trust_remote_code')} would run code that lies in the model's folder, which Treadle never does; "
-                "leave it out and use a model that the engine knows"
+            reasons["trust_remote_code"] = (
+                "would run code that lies in the model's folder, which Treadle never does; leave it out and use a model that "
+                "the engine knows"
             )
-        for name in dict.fromkeys(secret_names({name: given[name] for name in given if name not in taken})):
-            yield fault(
-                f"{_flag(kind, name)} holds a secret, which every user could read on the server's command line and later in "
-                "config.json; leave it out and set the server's variable in the environment (HF_TOKEN, say)"
-            )
-
-
-def _flag(kind: str, name: str) -> str:
-    return f"--{kind}-{name.replace('_', '-')}"
+        secrets = secret_names({name: given[name] for name in given if name not in record.owned})
+        reasons |= dict.fromkeys(
+            secrets,
+            "holds a secret, which every user could read on the server's command line and later in config.json; leave it out "
+            "and set the server's variable in the environment (HF_TOKEN, say)",
+        )
+        yield from (fault(f"--{kind}-{name.replace('_', '-')} {reason}") for name, reason in reasons.items())
 
 
 @rule("all")
 def addresses_are_addresses(config: Config) -> Iterator[Finding]:
     for address in config.engine.rollout_external_engine_addrs:
-        why = _why_no_address(address)
-        if why:
+        if why := _why_no_address(address):
             shown = written(address if "@" not in address else f"…@{address.rpartition('@')[2]}")
             yield fault(f"rollout_external_engine_addrs has {shown}, {why}; give host:port or http://host:port")
 
@@ -64,22 +59,27 @@ def _why_no_address(address: str) -> str:
 
 
 @rule("all")
-def servers_are_started_or_reached(config: Config) -> Iterator[Finding]:
-    cluster, addresses = config.cluster, config.engine.rollout_external_engine_addrs
-    if len(set(addresses)) < len(addresses):
-        yield fault("rollout_external_engine_addrs names a server twice")
-    if addresses and cluster.runtime == "ray" and cluster.num_engines != len(addresses):
+def servers_are_as_many_as_engines(config: Config) -> Iterator[Finding]:
+    cluster, count = config.cluster, len(config.engine.rollout_external_engine_addrs)
+    if count and cluster.runtime == "ray" and cluster.num_engines != count:
         yield fault(
-            f"rollout_external_engine_addrs names {len(addresses)} servers and the run has {cluster.num_engines} engines; "
-            f"set rollout_num_gpus = {len(addresses) * cluster.rollout_num_gpus_per_engine}"
+            f"rollout_external_engine_addrs names {count} servers and the run has {cluster.num_engines} engines; "
+            f"set rollout_num_gpus = {count * cluster.rollout_num_gpus_per_engine}"
         )
 
 
 @rule("all")
 def servers_receive_by_their_transports(config: Config) -> Iterator[Finding]:
-    transport, kind = config.cluster.weight_transport, config.rollout.rollout_engine
-    if transport == "disk-delta" and kind in SERVERS:
+    transport, server = config.cluster.weight_transport, SERVERS.get(config.rollout.rollout_engine)
+    if transport == "disk-delta" and server is not None:
         yield fault(
-            f"weight_transport = {transport} does not reach servers of {SERVERS[kind].title}; take shm (one machine), broadcast (a "
+            f"weight_transport = {transport} does not reach servers of {server.title}; take shm (one machine), broadcast (a "
             "network) or disk (a shared folder)"
         )
+
+
+refuse(
+    "all",
+    lambda c: len(set(c.engine.rollout_external_engine_addrs)) < len(c.engine.rollout_external_engine_addrs),
+    "rollout_external_engine_addrs names a server twice",
+)

@@ -1,4 +1,4 @@
-"""Rules about data, sampling, rewards and evaluation; one rule a function."""
+"""Rules about data, sampling, rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from treadle.catalog import REWARDS
+from treadle.config.conditions import Finding, fault, refuse, rule, warn_of, warning
 from treadle.config.data_section import EvalOverride, parse_eval_sets
-from treadle.config.findings import Finding, fault, rule, warning
 from treadle.config.sections import Config
 from treadle.config.values import written
 from treadle.errors import ConfigError
@@ -16,16 +16,51 @@ from treadle.registry import suggestion
 _ESCAPE = re.compile(r"\\[nt]")
 
 
-@rule("all")
-def model_is_given(config: Config) -> Iterator[Finding]:
-    if not config.model.hf_checkpoint:
-        yield fault("hf_checkpoint is not given: name a model folder, a hub id, or the bundled smollm2-135m-instruct")
+def _is_greedy(config: Config) -> bool:
+    return config.rollout.rollout_temperature == 0
 
 
-@rule("generate")
-def prompts_are_given(config: Config) -> Iterator[Finding]:
-    if not config.data.prompt_data:
-        yield fault("prompt_data is not given: name a .jsonl or .parquet file, a data set, or reasoning_gym:chain_sum")
+def _lacks_reward(config: Config) -> bool:
+    """True if samples need a reward and have none; a teacher or an environment is signal enough to train on."""
+    if config.reward.targets:
+        return False
+    if config.algorithm.opd_kl_coef == 0 and config.rollout.custom_env_path is None:
+        return True
+    return config.eval.eval_interval is not None and _evaluation_lacks_reward(config)
+
+
+def _evaluation_lacks_reward(config: Config) -> bool:
+    overrides, sets = config.eval.eval_overrides, _known_sets(config)
+    own = bool(sets) and all(name in overrides and overrides[name].rm_type for name in sets)
+    return not config.reward.targets and not own
+
+
+def _known_sets(config: Config) -> list[str]:
+    try:
+        return list(parse_eval_sets(config.eval.eval_prompt_data))
+    except ConfigError:
+        return []
+
+
+# fmt: off
+_NO_REWARD = f"no reward is given: set rm_type ({', '.join(REWARDS)}) or custom_rm_path (my_reward.py:score)"
+refuse("all", lambda c: not c.model.hf_checkpoint,
+       "hf_checkpoint is not given: name a model folder, a hub id, or the bundled smollm2-135m-instruct")
+refuse("generate", lambda c: not c.data.prompt_data,
+       "prompt_data is not given: name a .jsonl or .parquet file, a data set, or reasoning_gym:chain_sum")
+refuse("generate", lambda c: _is_greedy(c) and not c.debug.debug_rollout_only,
+       "rollout_temperature = 0 is greedy: the samples of a group would all be the same, and the logprobs are not those of a "
+       "policy; training needs more than 0 (debug_rollout_only may use it)")
+warn_of("generate", lambda c: _is_greedy(c) and c.debug.debug_rollout_only and c.rollout.n_samples_per_prompt > 1,
+        "rollout_temperature = 0 is greedy: the n_samples_per_prompt = {n_samples_per_prompt} samples of a prompt are all the "
+        "same")
+refuse("generate", _lacks_reward, _NO_REWARD)
+refuse("eval", _evaluation_lacks_reward, _NO_REWARD)
+refuse("eval", lambda c: not c.eval.eval_prompt_data,
+       "eval_prompt_data is not given: name at least one evaluation set as name=source")
+refuse("score", lambda c: c.reward.rm_regex is None and c.uses_reward("regex"),
+       "the regex reward needs a pattern; set rm_regex")
+# fmt: on
 
 
 @rule("generate")
@@ -37,20 +72,6 @@ def data_weights_fit(config: Config) -> Iterator[Finding]:
         )
     if any(weight <= 0 for weight in weights):
         yield fault(f"prompt_data_weights = {list(weights)} must all be above 0; leave a source out instead")
-
-
-@rule("generate")
-def samples_vary(config: Config) -> Iterator[Finding]:
-    rollout = config.rollout
-    if rollout.rollout_temperature == 0 and not config.debug.debug_rollout_only:
-        yield fault(
-            "rollout_temperature = 0 is greedy: the samples of a group would all be the same, and the logprobs are not "
-            "those of a policy; training needs more than 0 (debug_rollout_only may use it)"
-        )
-    elif rollout.rollout_temperature == 0 and (n := rollout.n_samples_per_prompt) > 1:
-        yield warning(
-            f"rollout_temperature = 0 is greedy: the n_samples_per_prompt = {n} samples of a prompt are all the same"
-        )
 
 
 @rule("generate")
@@ -76,62 +97,37 @@ def stop_strings_mean_what_they_say(config: Config) -> Iterator[Finding]:
             )
 
 
-@rule("generate")
-def something_is_rewarded(config: Config) -> Iterator[Finding]:
-    if config.algorithm.opd_kl_coef == 0 and config.rollout.custom_env_path is None:  # a teacher is signal enough
-        yield from _reward_is_given(config)
-    elif config.eval.eval_interval is not None:
-        yield from evaluation_is_rewarded(config)
-
-
-def _reward_is_given(config: Config) -> Iterator[Finding]:
-    if not config.reward.targets:
-        yield fault(f"no reward is given: set rm_type ({', '.join(REWARDS)}) or custom_rm_path (my_reward.py:score)")
-
-
 @rule("score")
 def rewards_are_known(config: Config) -> Iterator[Finding]:
     used = {("rm_type", name) for name in config.reward.rm_type}
-    used |= {
-        (f"rm_type of {key}", name) for key, item in config.eval.eval_overrides.items() for name in item.rm_type or ()
-    }
+    used |= {(f"rm_type of {key}", name) for key, o in config.eval.eval_overrides.items() for name in o.rm_type or ()}
     for where, name in sorted(used):
         if ":" not in name and name not in REWARDS:
-            yield fault(
-                f"{where} {name!r} is unknown{suggestion(name, REWARDS, most_listed=12)} (your own is package.module:function)"
-            )
+            hint = suggestion(name, REWARDS, most_listed=12)
+            yield fault(f"{where} {name!r} is unknown{hint} (your own is package.module:function)")
     path = config.reward.custom_rm_path
     if path is not None and not all(path.rpartition(":")[::2]):
         yield fault(f"custom_rm_path {path!r} must be file.py:function or package.module:function")
 
 
 @rule("score")
-def reward_weights_fit(config: Config) -> Iterator[Finding]:
-    reward = config.reward
-    count = len(reward.targets)
-    if reward.rm_weights and len(reward.rm_weights) != count:
+def rewards_are_weighted_and_named_once(config: Config) -> Iterator[Finding]:
+    weights, names, count = config.reward.rm_weights, config.reward.rm_type, len(config.reward.targets)
+    if weights and len(weights) != count:
         yield fault(
-            f"rm_weights has {len(reward.rm_weights)} numbers for {count} rewards; give one for each of rm_type, "
+            f"rm_weights has {len(weights)} numbers for {count} rewards; give one for each of rm_type, "
             "then one for custom_rm_path"
         )
-
-
-@rule("score")
-def rewards_are_named_once(config: Config) -> Iterator[Finding]:
-    names = config.reward.rm_type
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield fault(f"rm_type names {name} twice; give it once, with a larger weight in rm_weights")
 
 
 @rule("score")
-def regex_has_its_pattern(config: Config) -> Iterator[Finding]:
-    pattern = config.reward.rm_regex
-    if pattern is None and config.uses_reward("regex"):
-        yield fault("the regex reward needs a pattern; set rm_regex")
+def patterns_compile(config: Config) -> Iterator[Finding]:
     try:
-        re.compile(pattern or "")
+        re.compile(config.reward.rm_regex or "")
     except (re.error, RecursionError, OverflowError) as error:
-        yield fault(f"rm_regex {written(repr(pattern))} is no valid pattern: {error}")
+        yield fault(f"rm_regex {written(repr(config.reward.rm_regex))} is no valid pattern: {error}")
 
 
 @rule("generate")
@@ -145,29 +141,6 @@ def labels_are_there(config: Config) -> Iterator[Finding]:
         )
 
 
-# Evaluation
-
-
-@rule("eval")
-def eval_sets_are_given(config: Config) -> Iterator[Finding]:
-    if not config.eval.eval_prompt_data:
-        yield fault("eval_prompt_data is not given: name at least one evaluation set as name=source")
-
-
-@rule("eval")
-def evaluation_is_rewarded(config: Config) -> Iterator[Finding]:
-    overrides, sets = config.eval.eval_overrides, _known_sets(config)
-    if not sets or not all(name in overrides and overrides[name].rm_type for name in sets):
-        yield from _reward_is_given(config)
-
-
-def _known_sets(config: Config) -> list[str]:
-    try:
-        return list(parse_eval_sets(config.eval.eval_prompt_data))
-    except ConfigError:
-        return []
-
-
 @rule("score")
 def eval_sets_are_named(config: Config) -> Iterator[Finding]:
     try:
@@ -175,11 +148,8 @@ def eval_sets_are_named(config: Config) -> Iterator[Finding]:
     except ConfigError as error:
         yield fault(str(error))
         return
-    for name in config.eval.eval_overrides:
-        if name not in names:
-            yield fault(
-                f"eval_overrides.{name} is for no set in eval_prompt_data{suggestion(name, names, most_listed=12)}"
-            )
+    for name in (name for name in config.eval.eval_overrides if name not in names):
+        yield fault(f"eval_overrides.{name} is for no set in eval_prompt_data{suggestion(name, names, most_listed=12)}")
 
 
 @rule("score")

@@ -1,128 +1,121 @@
-"""Rules of a run that trains: estimators, losses, corrections, rewards, batches and the optimizer; one rule a function."""
+"""Rules of a run that trains: estimators, losses, corrections, rewards, batches and the optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from treadle.catalog import ESTIMATORS, KL_ESTIMATORS, EstimatorRecord
-from treadle.config.batch_sizes import batch_arithmetic, check_length, known_arithmetic
-from treadle.config.conditions import shown
-from treadle.config.findings import Finding, fault, rule, warning
-from treadle.config.sections import Config
+from treadle.config.batch_sizes import batch_arithmetic, check_length
+from treadle.config.conditions import Finding, fault, refuse, rule, shown, warn_of, warning
+from treadle.config.sections import AlgorithmSection, Config
 from treadle.errors import ConfigError
 
 _CONDITIONED = ("reward_scale", "reward_bias", "reward_clip_low", "reward_clip_high", "normalize_rewards_running")
+_UNBIASED = ", ".join(name for name, record in KL_ESTIMATORS.items() if record.unbiased_by_ratio)
+_WITHOUT_GROUPS = ", ".join(name for name, record in ESTIMATORS.items() if not record.needs_group)
+
+
+def _estimates(trait: str) -> Callable[[Config], bool]:
+    """Return whether the estimator is a built-in one with this trait, as a function of the configuration."""
+    return lambda config: config.algorithm.estimator is not None and bool(getattr(config.algorithm.estimator, trait))
+
+
+_compares_groups, _needs_parts = _estimates("needs_group"), _estimates("needs_parts")
+
+
+def _reads_saved_rollouts(config: Config) -> bool:
+    """True if the run takes its length from the saved rollouts."""
+    return config.debug.debug_train_only and config.train.num_rollout is None
+
+
+def _unknown_rewards(config: Config) -> bool:
+    """True if samples have no reward; saved rollouts bring theirs."""
+    return not config.reward.targets and not config.debug.debug_train_only
+
+
+def _biases_kl(algorithm: AlgorithmSection) -> bool:
+    """True if the loss has a KL whose gradient is biased although it is multiplied by the ratio."""
+    found = KL_ESTIMATORS.get(algorithm.kl_loss_type)
+    return algorithm.use_kl_loss and algorithm.use_unbiased_kl and found is not None and not found.unbiased_by_ratio
+
+
+def _rejects_nothing(algorithm: AlgorithmSection) -> bool:
+    """True if tokens are to be rejected and no bound can do it: no weight is below 0."""
+    low, high = algorithm.correction_reject_low, algorithm.correction_reject_high
+    return bool(algorithm.rollout_correction and algorithm.correction_reject_level) and not low and high is None
+
+
+# fmt: off
+refuse("run", lambda c: _reads_saved_rollouts(c) and c.train.num_epoch is not None,
+       "num_epoch = {num_epoch} counts passes over prompt_data, which debug_train_only does not read; use num_rollout, or "
+       "neither for all saved rollouts")
+refuse("train", lambda c: _compares_groups(c) and c.rollout.n_samples_per_prompt == 1 and c.algorithm.opd_kl_coef == 0,
+       "n_samples_per_prompt = 1 gives {algorithm.estimator.name} nothing to compare: every advantage would be zero; set at "
+       f"least 2, or use {_WITHOUT_GROUPS}")
+warn_of("train", lambda c: c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0 and c.algorithm.kl_loss_type in KL_ESTIMATORS,
+        "use_kl_loss with kl_loss_coef = 0 computes the KL to the reference model and trains nothing with it; set kl_loss_coef")
+warn_of("train", lambda c: _biases_kl(c.algorithm),
+        f"use_unbiased_kl with kl_loss_type = {{kl_loss_type}} does not give the gradient of the KL; it does with {_UNBIASED}")
+warn_of("train", lambda c: c.algorithm.use_kl_loss and c.algorithm.kl_loss_type == "k1" and not c.algorithm.use_unbiased_kl,
+        "kl_loss_type = k1 in the loss holds nothing back: its gradient is 0 on average; add use_unbiased_kl, or use another")
+refuse("train", lambda c: c.algorithm.eps_clip == 1 and c.algorithm.eps_clip_high is None,
+       "eps_clip = 1 leaves the ratio without a lower bound; set eps_clip_high, its upper bound, too")
+refuse("train", lambda c: c.algorithm.eps_clip_high is not None and c.algorithm.eps_clip_high < c.algorithm.eps_clip < 1,
+       "eps_clip_high = {eps_clip_high} is less than eps_clip = {eps_clip}; it is the wider, upper side of the clip range")
+refuse("train", lambda c: _rejects_nothing(c.algorithm),
+       "correction_reject_level = {correction_reject_level} drops nothing without a bound; set correction_reject_low (above 0) "
+       "or _high")
+refuse("train", lambda c: _needs_parts(c) and len(c.reward.targets) < 2,
+       "advantage_estimator {advantage_estimator} normalises several rewards one by one, and {reward.num_targets} is given; use "
+       "grpo, or give more with rm_type and custom_rm_path (the parts of one reward's dict count as one reward)")
+refuse("train", lambda c: not c.train.use_dynamic_batch_size and c.train.micro_batch_size is None,
+       "use_dynamic_batch_size = false needs micro_batch_size, the number of samples in a micro-batch")
+warn_of("train", lambda c: c.train.use_dynamic_batch_size and c.rollout.rollout_max_response_len > c.train.max_tokens_per_gpu,
+        "samples up to rollout_max_response_len = {rollout_max_response_len} tokens are longer than max_tokens_per_gpu = "
+        "{max_tokens_per_gpu}; each such sample makes a micro-batch of its own, with the memory it takes")
+# fmt: on
 
 
 @rule("run")
 def length_of_run_is_given_once(config: Config) -> Iterator[Finding]:
-    rollouts, epochs = config.train.num_rollout, config.train.num_epoch
-    if config.debug.debug_train_only and rollouts is None:
-        if epochs is not None:
-            yield fault(
-                f"num_epoch = {epochs} counts passes over prompt_data, which debug_train_only does not read; "
-                "use num_rollout, or neither for all saved rollouts"
-            )
-        return
     try:
-        check_length(config)
+        if not _reads_saved_rollouts(config):
+            check_length(config)
     except ConfigError as error:
         yield fault(str(error))
 
 
 @rule("train")
-def group_has_company(config: Config) -> Iterator[Finding]:
-    found, n = config.algorithm.estimator, config.rollout.n_samples_per_prompt
-    if found and found.needs_group and n == 1 and config.algorithm.opd_kl_coef == 0:
-        others = ", ".join(name for name, record in ESTIMATORS.items() if not record.needs_group)
-        yield fault(
-            f"n_samples_per_prompt = 1 gives {found.name} nothing to compare: every advantage would be zero; "
-            f"set at least 2, or use {others}"
-        )
-
-
-@rule("train")
-def kl_pulls(config: Config) -> Iterator[Finding]:
-    algorithm, found = config.algorithm, KL_ESTIMATORS.get(config.algorithm.kl_loss_type)
-    if not algorithm.use_kl_loss or found is None:
+def batches_agree(config: Config) -> Iterator[Finding]:
+    try:
+        arithmetic = batch_arithmetic(config)
+    except ConfigError as error:
+        yield fault(str(error))
         return
-    if algorithm.kl_loss_coef == 0:
-        yield warning(
-            "use_kl_loss with kl_loss_coef = 0 computes the KL to the reference model and trains nothing with it; "
-            "set kl_loss_coef"
-        )
-    if algorithm.use_unbiased_kl and not found.unbiased_by_ratio:
-        unbiased = ", ".join(name for name, record in KL_ESTIMATORS.items() if record.unbiased_by_ratio)
-        yield warning(
-            f"use_unbiased_kl with kl_loss_type = {found.name} does not give the gradient of the KL; it does with {unbiased}"
-        )
-    elif found.name == "k1" and not algorithm.use_unbiased_kl:
-        yield warning(
-            "kl_loss_type = k1 in the loss holds nothing back: its gradient is 0 on average; add use_unbiased_kl, or use "
-            "another"
-        )
-
-
-@rule("train")
-def kl_is_steered_slowly(config: Config) -> Iterator[Finding]:
-    horizon, arithmetic = config.algorithm.kl_horizon, known_arithmetic(config)
-    samples = arithmetic.samples_per_rollout if arithmetic else 0
+    horizon, samples = config.algorithm.kl_horizon, arithmetic.samples_per_rollout
     if horizon is not None and 5 * horizon <= samples:  # a rollout moves the weight by at most 0.2 · samples / horizon
         yield fault(
             f"kl_horizon = {horizon} is too short for rollouts of {samples} samples: the weight of KL could fall to 0 at "
             f"once; give more than {samples // 5}"
         )
-
-
-@rule("train")
-def clip_range_is_ordered(config: Config) -> Iterator[Finding]:
-    low, high = config.algorithm.eps_clip, config.algorithm.eps_clip_high
-    if low == 1 and high is None:
-        yield fault("eps_clip = 1 leaves the ratio without a lower bound; set eps_clip_high, its upper bound, too")
-    elif high is not None and high < low < 1:
-        yield fault(
-            f"eps_clip_high = {high} is less than eps_clip = {low}; it is the wider, upper side of the clip range"
-        )
-
-
-@rule("train")
-def rejection_has_a_bound(config: Config) -> Iterator[Finding]:
-    algorithm = config.algorithm
-    level, low, high = (
-        algorithm.correction_reject_level,
-        algorithm.correction_reject_low,
-        algorithm.correction_reject_high,
-    )
-    if level is not None and algorithm.rollout_correction is not None and not low and high is None:  # no weight is < 0
-        yield fault(
-            f"correction_reject_level = {level} drops nothing without a bound; set correction_reject_low (above 0) or _high"
-        )
-
-
-# Rewards
-
-
-@rule("train")
-def rewards_have_parts(config: Config) -> Iterator[Finding]:
-    found, count = config.algorithm.estimator, len(config.reward.targets)
-    if found and found.needs_parts and count < 2:
-        yield fault(
-            f"advantage_estimator {found.name} normalises several rewards one by one, and {count} is given; use grpo, or "
-            "give more with rm_type and custom_rm_path (the parts of one reward's dict count as one reward)"
+    warmup, total = config.optim.lr_warmup_steps, (config.train.num_rollout or 0) * arithmetic.num_steps_per_rollout
+    if 0 < total <= warmup:
+        yield warning(
+            f"lr_warmup_steps = {warmup} is as long as the run ({total} optimizer steps): lr is never reached"
         )
 
 
 @rule("train")
 def filter_sees_the_signal(config: Config) -> Iterator[Finding]:
-    found = config.algorithm.estimator
     if config.rollout.group_filter != "zero_signal":
         return
-    if config.algorithm.opd_kl_coef > 0 and not config.reward.targets and not config.debug.debug_train_only:
+    if config.algorithm.opd_kl_coef > 0 and _unknown_rewards(config):
         yield fault("group_filter zero_signal drops every group of a run without a reward; drop it")
     elif config.algorithm.opd_kl_coef > 0:
         yield warning("group_filter zero_signal drops groups of equal rewards, which the teacher would still teach")
-    if found and found.needs_parts:
-        yield warning(f"group_filter zero_signal looks at the sum of the rewards, {found.name} at each of them")
+    if _needs_parts(config):
+        name = config.algorithm.advantage_estimator
+        yield warning(f"group_filter zero_signal reads the sum of the rewards, {name} reads each of them")
 
 
 @rule("train")
@@ -142,7 +135,7 @@ def conditioned_rewards_are_read(config: Config) -> Iterator[Finding]:
         if changed:
             yield fault(f"{joined(changed)} does nothing with {name}, which normalises each reward by itself; drop it")
         return
-    if given and not config.reward.targets and not config.debug.debug_train_only:
+    if given and _unknown_rewards(config):
         yield fault(f"{joined(given)} does nothing without a reward: set rm_type or custom_rm_path")
     if "reward_clip_low" in given or "reward_clip_high" in given:  # scale and bias then say what is cut
         given = [key for key in given if key == "normalize_rewards_running"]
@@ -174,35 +167,3 @@ def ignores_bias(config: Config, traits: EstimatorRecord) -> bool:
     if traits.needs_group:
         return not traits.divides_by_mean
     return not traits.needs_values and config.algorithm.gamma == 1 and traits.whitens
-
-
-# Batches and the optimizer
-
-
-@rule("train")
-def batches_agree(config: Config) -> Iterator[Finding]:
-    try:
-        batch_arithmetic(config)
-    except ConfigError as error:
-        yield fault(str(error))
-
-
-@rule("train")
-def micro_batches_fit(config: Config) -> Iterator[Finding]:
-    train, longest = config.train, config.rollout.rollout_max_response_len
-    if not train.use_dynamic_batch_size and train.micro_batch_size is None:
-        yield fault("use_dynamic_batch_size = false needs micro_batch_size, the number of samples in a micro-batch")
-    if train.use_dynamic_batch_size and longest > train.max_tokens_per_gpu:
-        yield warning(
-            f"samples up to rollout_max_response_len = {longest} tokens are longer than max_tokens_per_gpu = "
-            f"{train.max_tokens_per_gpu}; each such sample makes a micro-batch of its own, with the memory it takes"
-        )
-
-
-@rule("train")
-def learning_rate_is_reached(config: Config) -> Iterator[Finding]:
-    warmup, rollouts, arithmetic = config.optim.lr_warmup_steps, config.train.num_rollout, known_arithmetic(config)
-    if rollouts and warmup and arithmetic and warmup >= (total := rollouts * arithmetic.num_steps_per_rollout):
-        yield warning(
-            f"lr_warmup_steps = {warmup} is as long as the run ({total} optimizer steps): lr is never reached"
-        )
