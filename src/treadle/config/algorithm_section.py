@@ -23,19 +23,29 @@ from treadle.config.section import Section, setting, with_parameters
 _KL_LOSS = given("use_kl_loss")
 _CORRECTION = given("rollout_correction")
 _REJECTION = given("correction_reject_level")
-_REFERENCE = when(
-    lambda c: c.algorithm.uses_reference, "would do nothing without a reference: set use_kl_loss or kl_coef, or drop it"
-)
-_CLIPS = when(
-    lambda c: not c.algorithm.truncates,
-    "does nothing with rollout_correction {rollout_correction}, whose weights are cut from above only; set correction_bound = "
-    "clip or mask, or drop it",
-)
-_STEERED = when(
-    lambda c: c.algorithm.weighs_kl,
-    "does nothing: there is no KL to steer; set kl_coef, or use_kl_loss with kl_loss_coef",
-    together=True,
-)
+# fmt: off
+_ONE_DENOMINATOR = alone("calculate_per_token_loss", "they are two denominators of one loss")
+_DIVIDES = estimator("divides_by_std", "it never divides by the deviation; drop it", warn=True)
+_DISCOUNTS = estimator("uses_gamma", "it is read by {those} only; drop it")
+_HAS_VALUES = estimator("needs_values", "it needs an estimator with a critic ({those})")
+_KL_IN_REWARD = estimator("per_token_reward",
+                          "only {those} put KL in the reward; use use_kl_loss and kl_loss_coef instead")
+_NOT_WHITENED = when(lambda c: c.algorithm.estimator is None or not c.algorithm.estimator.whitens,
+                     "does nothing with {advantage_estimator}: it whitens its advantages already; drop it", warn=True)
+_REFERENCE = when(lambda c: c.algorithm.uses_reference,
+                  "would do nothing without a reference: set use_kl_loss or kl_coef, or drop it")
+_CLIPS = when(lambda c: not c.algorithm.truncates,
+              "does nothing with rollout_correction {rollout_correction}, whose weights are cut from above only; set "
+              "correction_bound = clip or mask, or drop it")
+_STEERED = when(lambda c: c.algorithm.weighs_kl,
+                "does nothing: there is no KL to steer; set kl_coef, or use_kl_loss with kl_loss_coef", together=True)
+_HORIZON = needs("kl_horizon", "the number of samples over which the weight of KL follows")
+_POSITIVE = when(lambda c: c.algorithm.entropy_coef >= 0, "is negative: it pushes the entropy down", warn=True)
+_MANY_STEPS = when(lambda c: (found := known_arithmetic(c)) is None or found.num_steps_per_rollout > 1,
+                   "does nothing with one optimizer step a rollout: the policy has not moved yet; set num_steps_per_rollout")
+_SHORTER = compared("<", "num_rollout",
+                    "is all of num_rollout = {num_rollout}: the policy would never be trained; lower it")
+# fmt: on
 
 
 def _below(name: str) -> Condition:
@@ -48,37 +58,21 @@ class AlgorithmSection(Section):
 
     advantage_estimator: str = setting("grpo", alone("custom_advantage_path"), names=catalog.ESTIMATORS)
     """How rewards become advantages."""
-    grpo_std_normalization: bool = setting(
-        True, estimator("divides_by_std", "it never divides by the deviation; drop it", warn=True)
-    )
+    grpo_std_normalization: bool = setting(True, _DIVIDES)
     """Divide by the group's standard deviation. Off is Dr. GRPO's advantage."""
-    normalize_advantages: bool = setting(
-        False,
-        when(
-            lambda c: c.algorithm.estimator is None or not c.algorithm.estimator.whitens,
-            "does nothing with {advantage_estimator}: it whitens its advantages already; drop it",
-            warn=True,
-        ),
-    )
+    normalize_advantages: bool = setting(False, _NOT_WHITENED)
     """Whiten advantages over all trained tokens of the rollout."""
-    gamma: float = setting(1.0, estimator("uses_gamma", "it is read by {those} only; drop it"), ge=0, le=1)
+    gamma: float = setting(1.0, _DISCOUNTS, ge=0, le=1)
     """Discount per token."""
-    lambd: float = setting(1.0, estimator("needs_values", "it needs an estimator with a critic ({those})"), ge=0, le=1)
+    lambd: float = setting(1.0, _HAS_VALUES, ge=0, le=1)
     """GAE's lambda (needs a critic)."""
-    kl_coef: float = setting(
-        0.0,
-        estimator("per_token_reward", "only {those} put KL in the reward; use use_kl_loss and kl_loss_coef instead"),
-        alone("use_kl_loss", "KL would count twice"),
-        ge=0,
-    )
+    kl_coef: float = setting(0.0, _KL_IN_REWARD, alone("use_kl_loss", "KL would count twice"), ge=0)
     """Weight of the KL penalty inside the reward, for estimators with per-token rewards."""
     use_kl_loss: bool = False
     """Add a KL term to the loss."""
     kl_loss_coef: float = setting(0.0, _KL_LOSS, ge=0)
     """Weight of the KL term."""
-    kl_target: float | None = setting(
-        None, needs("kl_horizon", "the number of samples over which the weight of KL follows"), _STEERED, gt=0
-    )
+    kl_target: float | None = setting(None, _HORIZON, _STEERED, gt=0)
     """Steer the weight of KL so that train/kl (nats per trained token) reaches this target (needs kl_horizon)."""
     kl_horizon: int | None = setting(None, needs("kl_target", "the KL that the weight is steered to"), _STEERED, ge=1)
     """Samples over which the steered weight of KL follows; a larger number is slower."""
@@ -86,9 +80,7 @@ class AlgorithmSection(Section):
     """On-policy distillation: subtract this times (logprob of the student − of the teacher) from each token's advantage."""
     kl_loss_type: str = setting("low_var_kl", given("use_kl_loss", warn=True), names=catalog.KL_ESTIMATORS)
     """KL estimator of the loss; kl_coef always takes k1."""
-    entropy_coef: float = setting(
-        0.0, when(lambda c: c.algorithm.entropy_coef >= 0, "is negative: it pushes the entropy down", warn=True)
-    )
+    entropy_coef: float = setting(0.0, _POSITIVE)
     """Weight of the entropy bonus."""
     eps_clip: float = setting(0.2, read_by(POLICY_LOSSES, "eps_clip", warn=True), gt=0, le=1)
     """Clip range of the ratio below 1, and above it unless eps_clip_high is set; 1 removes the lower bound."""
@@ -128,14 +120,7 @@ class AlgorithmSection(Section):
     """Divide the weights by their mean over the rollout's trained tokens."""
     m2po_threshold: float | None = setting(None, gt=0)
     """Drop the tokens with the largest squared gap (trainer − engine logprob) until the mean is below this, usually 0.04."""
-    opsm_delta: float | None = setting(
-        None,
-        when(
-            lambda c: (found := known_arithmetic(c)) is None or found.num_steps_per_rollout > 1,
-            "does nothing with one optimizer step a rollout: the policy has not moved yet; set num_steps_per_rollout",
-        ),
-        gt=0,
-    )
+    opsm_delta: float | None = setting(None, _MANY_STEPS, gt=0)
     """Drop samples with a negative advantage that drifted further than this (nats per token)."""
     top_entropy_fraction: float | None = setting(None, gt=0, le=1)
     """Train only on this fraction of the tokens, those with the highest entropy."""
@@ -147,9 +132,7 @@ class AlgorithmSection(Section):
     """Penalty at the length limit."""
     calculate_per_token_loss: bool = False
     """Weight every token equally. Off weights every sample equally."""
-    loss_length_divisor: int | None = setting(
-        None, alone("calculate_per_token_loss", "they are two denominators of one loss"), ge=1
-    )
+    loss_length_divisor: int | None = setting(None, _ONE_DENOMINATOR, ge=1)
     """Divide each sample's token sum by this constant (Dr. GRPO) instead of its length."""
 
     @property
@@ -192,12 +175,5 @@ class CriticSection(Section):
     """Optimizer steps of the critic's linear warm-up."""
     value_clip: float = setting(0.2, TRAINS_A_CRITIC, gt=0)
     """The value loss does not reward moving a value further than this from the old one."""
-    num_critic_only_steps: int = setting(
-        0,
-        TRAINS_A_CRITIC,
-        compared(
-            "<", "num_rollout", "is all of num_rollout = {num_rollout}: the policy would never be trained; lower it"
-        ),
-        ge=0,
-    )
+    num_critic_only_steps: int = setting(0, TRAINS_A_CRITIC, _SHORTER, ge=0)
     """Rollouts at the start in which only the critic is trained."""

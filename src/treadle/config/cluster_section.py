@@ -11,16 +11,29 @@ from treadle.config.conditions import TRAINS_A_CRITIC, absent, choice, given, wh
 from treadle.config.section import Section, seconds, setting
 
 _RAY_ADDRESS = re.compile(r"auto|(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}", re.ASCII)
+# fmt: off
 _RAY = choice("runtime", "ray", warn=True, together=True)
-_WORKERS = when(
-    lambda c: c.cluster.runtime == "ray" or c.rollout.rollout_engine != "torch",
-    "does nothing with runtime = local; set runtime = ray, or drop it",
-    warn=True,
-    together=True,
-)
-"""Settings that a run in one process reads too, if its engine is a server."""
 _STARTED_RAY = absent("ray_address", "the Ray that is joined has its own", warn=True, together=True)
+_WORKERS = when(lambda c: c.cluster.runtime == "ray" or c.rollout.rollout_engine != "torch",  # a server has workers too
+                "does nothing with runtime = local; set runtime = ray, or drop it", warn=True, together=True)
+_REACHABLE = when(lambda c: bool(_RAY_ADDRESS.fullmatch(c.cluster.ray_address or "auto")),
+                  "is no address of a Ray; give host:port or auto")
 _OFFLOAD = given("colocate", why="each side keeps its own memory anyway", warn=True)
+_RUNS_AHEAD = (
+    when(lambda c: c.cluster.runtime == "ray",
+         "needs runtime = ray: in one process trainer and engine take turns, so nothing can run ahead of the weights"),
+    when(lambda c: not c.cluster.colocate,
+         "with colocate: engines sleep while the trainer works, so nothing can run ahead; drop one of them"),
+    when(lambda c: not (c.debug.debug_train_only or c.debug.debug_rollout_only),
+         "needs both halves of the loop; drop the debug setting"),
+    when(lambda c: c.algorithm.rollout_correction is not None,
+         "trains on samples of older weights; rollout_correction (tis, say) weights them", warn=True),
+)
+_IN_FLIGHT = when(lambda c: c.cluster.max_lag > 0,
+                  "does nothing with max_lag = 0: nothing is in flight then; set max_lag, or drop it", warn=True)
+_READS_FOLDER = when(lambda c: c.cluster.weight_transport.startswith("disk") or ":" in c.cluster.weight_transport,
+                     "is read by the disk transports only; set weight_transport = disk, or drop it", warn=True)
+# fmt: on
 
 
 class ClusterSection(Section):
@@ -28,14 +41,7 @@ class ClusterSection(Section):
 
     runtime: Literal["local", "ray"] = "local"
     """`local` is one process; `ray` gives trainer and engines workers of their own (needs the `ray` extra)."""
-    ray_address: str | None = setting(
-        None,
-        _RAY,
-        when(
-            lambda c: bool(_RAY_ADDRESS.fullmatch(c.cluster.ray_address or "auto")),
-            "is no address of a Ray; give host:port or auto",
-        ),
-    )
+    ray_address: str | None = setting(None, _RAY, _REACHABLE)
     """Ray cluster to join, `host:port` or `auto`. Default: a Ray is started for this run."""
     ray_bind_address: str = setting("127.0.0.1", _RAY, _STARTED_RAY)
     """Address that a Ray started for this run listens on; loopback is this machine only."""
@@ -63,51 +69,14 @@ class ClusterSection(Section):
     """With colocate: free the engines' memory while training runs."""
     offload_train: bool = setting(True, _RAY, _OFFLOAD)
     """With colocate: free the trainer's memory while engines generate."""
-    max_lag: int = setting(
-        0,
-        when(
-            lambda c: c.cluster.runtime == "ray",
-            "needs runtime = ray: in one process trainer and engine take turns, so nothing can run ahead of the weights",
-        ),
-        when(
-            lambda c: not c.cluster.colocate,
-            "with colocate: engines sleep while the trainer works, so nothing can run ahead; drop one of them",
-        ),
-        when(
-            lambda c: not (c.debug.debug_train_only or c.debug.debug_rollout_only),
-            "needs both halves of the loop; drop the debug setting",
-        ),
-        when(
-            lambda c: c.algorithm.rollout_correction is not None,
-            "trains on samples of older weights; rollout_correction (tis, say) weights them",
-            warn=True,
-        ),
-        ge=0,
-    )
+    max_lag: int = setting(0, *_RUNS_AHEAD, ge=0)
     """Rollouts that generation may run ahead of the weights: 0 is on-policy, 1 is one step off."""
-    on_publish: Literal["wait", "pause", "abort"] = setting(
-        "wait",
-        _RAY,
-        when(
-            lambda c: c.cluster.max_lag > 0,
-            "does nothing with max_lag = 0: nothing is in flight then; set max_lag, or drop it",
-            warn=True,
-        ),
-    )
+    on_publish: Literal["wait", "pause", "abort"] = setting("wait", _RAY, _IN_FLIGHT)
     """In-flight requests when new weights arrive: wait for them, pause them between two tokens, or abort and rerun them."""
     weight_transport: str = setting("auto", _WORKERS, names=TRANSPORTS, path=True)
     """How weights reach the engines; `auto` is shm on one node and broadcast between nodes. cuda_ipc needs engine and
     trainer on one GPU. Or the path of your own `treadle.weights.Transport`."""
-    weight_folder: str | None = setting(
-        None,
-        _WORKERS,
-        when(
-            lambda c: c.cluster.weight_transport.startswith("disk") or ":" in c.cluster.weight_transport,
-            "is read by the disk transports only; set weight_transport = disk, or drop it",
-            warn=True,
-        ),
-        path=True,
-    )
+    weight_folder: str | None = setting(None, _WORKERS, _READS_FOLDER, path=True)
     """Folder of the disk transports, which all nodes can read. Default: `weights` in the run folder."""
     health_check_interval_seconds: float = seconds(10.0, _WORKERS)
     """Interval of the engines' health checks and of the other workers' heartbeats."""

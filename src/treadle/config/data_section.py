@@ -13,13 +13,17 @@ from treadle.config.section import Section, setting
 from treadle.config.template_kwargs import as_words, template_kwargs
 from treadle.errors import ConfigError
 
-_TEMPLATE = when(
-    lambda c: c.data.apply_chat_template,
-    "without apply_chat_template reaches only prompts that are lists of messages; set it, or plain text prompts go without it",
-    warn=True,
-    together=True,
-)
+# fmt: off
+_TEMPLATE = when(lambda c: c.data.apply_chat_template,
+                 "without apply_chat_template reaches only prompts that are lists of messages; set it, or plain text prompts "
+                 "go without it", warn=True, together=True)
 _EVALUATED = given("eval_prompt_data", warn=True, together=True)
+_WHILE_TRAINING = when(lambda c: c.eval.eval_interval is not None,
+                       "without eval_interval is used by `treadle eval` only, never while training; set eval_interval, or drop "
+                       "it", warn=True, together=True)
+_GENERATES = absent("debug_train_only", "evaluation needs generation", part="run")
+_HAS_SETS = needs("eval_prompt_data", "`name=source` for each evaluation set")
+# fmt: on
 _SET_NAME = re.compile(r"[\w.-]+")
 
 
@@ -78,24 +82,9 @@ class EvalOverride(Section):
 class EvalSection(Section):
     """Evaluation before, during and after training."""
 
-    eval_prompt_data: tuple[str, ...] = setting(
-        (),
-        when(
-            lambda c: c.eval.eval_interval is not None,
-            "without eval_interval is used by `treadle eval` only, never while training; set eval_interval, or drop it",
-            warn=True,
-            together=True,
-        ),
-        path=True,
-    )
+    eval_prompt_data: tuple[str, ...] = setting((), _WHILE_TRAINING, path=True)
     """Evaluation sets as `name=source`, with the sources of prompt_data."""
-    eval_interval: int | None = setting(
-        None,
-        absent("debug_train_only", "evaluation needs generation", part="run"),
-        needs("eval_prompt_data", "`name=source` for each evaluation set"),
-        IN_THE_RUN,
-        ge=1,
-    )
+    eval_interval: int | None = setting(None, _GENERATES, _HAS_SETS, IN_THE_RUN, ge=1)
     """Evaluate at the start, every this many rollouts, and at the end."""
     n_samples_per_eval_prompt: int = setting(1, _EVALUATED, ge=1)
     """Samples of each evaluation prompt."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from treadle.catalog import ENGINES, REWARDS, SERVERS, reward_names
 from treadle.config.conditions import absent, choice, compared, given, when
 from treadle.config.section import Section, seconds, setting, with_fields
@@ -12,6 +14,15 @@ _FILTER = given("group_filter")
 _ENVIRONMENT = given("custom_env_path", warn=True)
 _STARTED = absent("rollout_external_engine_addrs", "those servers run already", warn=True, together=True)
 _SERVER = choice("rollout_engine", *SERVERS, together=True)
+# fmt: off
+_ALL_OF_A_BATCH = compared(">=", "rollout_batch_size",
+                           "is less than rollout_batch_size = {rollout_batch_size}, the number to keep; raise it")
+_WITHIN_A_BATCH = compared("<=", "rollout_batch_size",
+                           "does nothing: a rollout has {rollout_batch_size} prompts; drop it", warn=True)
+_BELOW_HIGH = compared("<", "reward_clip_high", "must be below reward_clip_high = {reward_clip_high}", part="train")
+_HAS_REGEX = when(lambda c: c.uses_reward("regex"),
+                  "does nothing without the regex reward; add it to rm_type, or drop it", together=True)
+# fmt: on
 
 
 class RolloutSection(Section):
@@ -41,16 +52,7 @@ class RolloutSection(Section):
     """What generates: `torch` is the embedded engine, on the trainer's own weights; `vllm` and `sglang` are servers."""
     group_filter: str | None = setting(None, path=True)
     """Drop groups and draw others instead: zero_signal (dynamic sampling), any_failed, or the path of your own."""
-    over_sampling_batch_size: int | None = setting(
-        None,
-        _FILTER,
-        compared(
-            ">=",
-            "rollout_batch_size",
-            "is less than rollout_batch_size = {rollout_batch_size}, the number to keep; raise it",
-        ),
-        ge=1,
-    )
+    over_sampling_batch_size: int | None = setting(None, _FILTER, _ALL_OF_A_BATCH, ge=1)
     """Prompts drawn at a time with a group filter. Default: rollout_batch_size."""
     max_filter_rounds: int = setting(4, _FILTER, ge=1)
     """Draws of a rollout with a group filter; after them, dropped groups fill what is missing."""
@@ -58,13 +60,7 @@ class RolloutSection(Section):
     """Most samples that the engine decodes at once."""
     kv_cache_gib: float = setting(2.0, gt=0)
     """Memory for keys and values (GiB); bounds how many samples run at once."""
-    max_concurrent_prompts: int | None = setting(
-        None,
-        compared(
-            "<=", "rollout_batch_size", "does nothing: a rollout has {rollout_batch_size} prompts; drop it", warn=True
-        ),
-        ge=1,
-    )
+    max_concurrent_prompts: int | None = setting(None, _WITHIN_A_BATCH, ge=1)
     """Most prompts in flight at once. Default: all of a rollout."""
     custom_env_path: str | None = setting(None, path=True)
     """Your own environment, `file.py:object` or `package.module:object`: answers the model between its turns."""
@@ -78,20 +74,13 @@ class RolloutSection(Section):
     """Deadline of one rollout's generation and scoring."""
 
 
-@with_fields(
-    {
-        name: (
-            dict[str, EngineValue],
-            setting(
-                dict,
-                choice("rollout_engine", name, together=True),
-                _STARTED,
-                help=f"Arguments of {record.title}'s server by their own names; as flags `--{name}-NAME VALUE`, `--{name}-NAME`.",
-            ),
-        )
-        for name, record in SERVERS.items()
-    }
-)
+def _arguments(name: str, title: str) -> Any:
+    """Declare the table of arguments for a server, `[engine.NAME]`."""
+    text = f"Arguments of {title}'s server by their own names; as flags `--{name}-NAME VALUE`, `--{name}-NAME`."
+    return setting(dict, choice("rollout_engine", name, together=True), _STARTED, help=text)
+
+
+@with_fields({name: (dict[str, EngineValue], _arguments(name, record.title)) for name, record in SERVERS.items()})
 class EngineSection(Section):
     """The server that generates, if rollout_engine is not torch."""
 
@@ -119,14 +108,7 @@ class RewardSection(Section):
     """Weight of each reward. Default: all 1."""
     custom_rm_path: str | None = setting(None, path=True)
     """Your own reward: `file.py:function` or `package.module:function`."""
-    rm_regex: str | None = setting(
-        None,
-        when(
-            lambda c: c.uses_reward("regex"),
-            "does nothing without the regex reward; add it to rm_type, or drop it",
-            together=True,
-        ),
-    )
+    rm_regex: str | None = setting(None, _HAS_REGEX)
     """Pattern of the `regex` reward: 1 if it matches somewhere in the response."""
     rm_timeout_seconds: float = seconds(30.0)
     """A reward that is slower than this marks its sample failed."""
@@ -136,9 +118,7 @@ class RewardSection(Section):
     """Factor on the reward that is trained on; logs keep the raw one."""
     reward_bias: float = 0.0
     """Added to the scaled reward."""
-    reward_clip_low: float | None = setting(
-        None, compared("<", "reward_clip_high", "must be below reward_clip_high = {reward_clip_high}", part="train")
-    )
+    reward_clip_low: float | None = setting(None, _BELOW_HIGH)
     """Lower bound of the scaled reward."""
     reward_clip_high: float | None = None
     """Upper bound of the scaled reward."""

@@ -19,6 +19,24 @@ from treadle.config.rollout_section import EngineSection, RewardSection, Rollout
 from treadle.config.section import Section, seconds, setting
 
 _TRAINING = absent("debug_rollout_only", "the weights never change", warn=True)
+_DECAYS = choice("lr_decay_style", "linear", "cosine")
+# fmt: off
+_HAS_REFERENCE = when(lambda c: c.algorithm.uses_reference,
+                      "is not loaded: neither use_kl_loss nor kl_coef is on; set one of them, or drop it", warn=True)
+_BELOW_PEAK = compared("<=", "lr", "is above lr = {lr}; it is where the decay ends")
+_AFTER_WARMUP = compared(">", "lr_warmup_steps",
+                         "must be more than lr_warmup_steps = {lr_warmup_steps}: the decay starts after the warm-up")
+_IN_RANGE = compared("<", "num_rollout",
+                     "leaves nothing to do: the run ends after num_rollout = {num_rollout} (ids from 0)")
+_NO_CHECKPOINT = absent("load", "the checkpoint says where to start", warn=True, part="run")
+_FIXED_SIZE = absent("use_dynamic_batch_size",
+                     "micro-batches are filled up to max_tokens_per_gpu; add --no-use-dynamic-batch-size")
+_NOT_BOTH = when(lambda c: not c.debug.debug_rollout_only,
+                 "and debug_rollout_only leave nothing to do; keep one of them")
+_HAS_ROLLOUTS = needs("load_debug_rollout_data", "the folder of saved rollouts to train from")
+_GENERATES = when(lambda c: not c.debug.debug_train_only,
+                  "has nothing to save with debug_train_only; drop one of them")
+# fmt: on
 
 
 class ModelSection(Section):
@@ -26,15 +44,7 @@ class ModelSection(Section):
 
     hf_checkpoint: str = setting("", path=True)
     """Model folder in Hugging Face format, a hub id, or a bundled name (`smollm2-135m-instruct`)."""
-    ref_load: str | None = setting(
-        None,
-        when(
-            lambda c: c.algorithm.uses_reference,
-            "is not loaded: neither use_kl_loss nor kl_coef is on; set one of them, or drop it",
-            warn=True,
-        ),
-        path=True,
-    )
+    ref_load: str | None = setting(None, _HAS_REFERENCE, path=True)
     """Reference model for KL. Default: the starting model, if KL is used."""
     opd_teacher_load: str | None = setting(None, given("opd_kl_coef", why="the weight of the distillation"), path=True)
     """Teacher of on-policy distillation, a model of the same vocabulary (with opd_kl_coef)."""
@@ -57,27 +67,13 @@ class OptimSection(Section):
 
     lr: float = setting(1e-6, gt=0)
     """Peak learning rate."""
-    min_lr: float = setting(
-        0.0,
-        compared("<=", "lr", "is above lr = {lr}; it is where the decay ends"),
-        choice("lr_decay_style", "linear", "cosine", warn=True),
-        ge=0,
-    )
+    min_lr: float = setting(0.0, _BELOW_PEAK, choice("lr_decay_style", "linear", "cosine", warn=True), ge=0)
     """Learning rate at the end of a decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up."""
     lr_warmup_steps: int = setting(0, ge=0)
     """Optimizer steps of linear warm-up."""
-    lr_decay_steps: int | None = setting(
-        None,
-        choice("lr_decay_style", "linear", "cosine"),
-        compared(
-            ">",
-            "lr_warmup_steps",
-            "must be more than lr_warmup_steps = {lr_warmup_steps}: the decay starts after the warm-up",
-        ),
-        ge=1,
-    )
+    lr_decay_steps: int | None = setting(None, _DECAYS, _AFTER_WARMUP, ge=1)
     """Optimizer steps until min_lr. Default: the whole run."""
     weight_decay: float = setting(0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
@@ -98,14 +94,7 @@ class TrainSection(Section):
     """Rollouts in the run."""
     num_epoch: int | None = setting(None, ge=1)
     """Passes over the data, instead of num_rollout."""
-    start_rollout_id: int | None = setting(
-        None,
-        compared(
-            "<", "num_rollout", "leaves nothing to do: the run ends after num_rollout = {num_rollout} (ids from 0)"
-        ),
-        absent("load", "the checkpoint says where to start", warn=True, part="run"),
-        ge=0,
-    )
+    start_rollout_id: int | None = setting(None, _IN_RANGE, _NO_CHECKPOINT, ge=0)
     """First rollout id; a loaded checkpoint sets it."""
     global_batch_size: int | None = setting(None, ge=1)
     """Samples in an optimizer step."""
@@ -117,14 +106,7 @@ class TrainSection(Section):
     """Tokens in a micro-batch; a sample that is longer makes a micro-batch of its own."""
     skip_zero_advantage: bool = True
     """Leave samples without advantage out of forward and backward if they add nothing to the loss: same gradient, less work."""
-    micro_batch_size: int | None = setting(
-        None,
-        absent(
-            "use_dynamic_batch_size",
-            "micro-batches are filled up to max_tokens_per_gpu; add --no-use-dynamic-batch-size",
-        ),
-        ge=1,
-    )
+    micro_batch_size: int | None = setting(None, _FIXED_SIZE, ge=1)
     """Samples in a micro-batch, with --no-use-dynamic-batch-size."""
     seed: int = setting(1234, ge=0)
     """Seed of everything random outside the rollout."""
@@ -180,17 +162,9 @@ class DebugSection(Section):
 
     debug_rollout_only: bool = False
     """Generate and score, never train."""
-    debug_train_only: bool = setting(
-        False,
-        when(lambda c: not c.debug.debug_rollout_only, "and debug_rollout_only leave nothing to do; keep one of them"),
-        needs("load_debug_rollout_data", "the folder of saved rollouts to train from"),
-    )
+    debug_train_only: bool = setting(False, _NOT_BOTH, _HAS_ROLLOUTS)
     """Train from saved rollouts, never generate (needs load_debug_rollout_data)."""
-    save_debug_rollout_data: str | None = setting(
-        None,
-        when(lambda c: not c.debug.debug_train_only, "has nothing to save with debug_train_only; drop one of them"),
-        path=True,
-    )
+    save_debug_rollout_data: str | None = setting(None, _GENERATES, path=True)
     """Folder to save every rollout in, for load_debug_rollout_data."""
     load_debug_rollout_data: str | None = setting(None, given("debug_train_only"), path=True)
     """Folder of saved rollouts to train from instead of generating."""
