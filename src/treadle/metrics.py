@@ -11,7 +11,8 @@ it can't be made.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -38,10 +39,7 @@ class Metric:
     weight: float = 1.0
 
 
-def _m(name: str, reduction: Reduction, description: str, unit: str = "") -> MetricSpec:
-    return MetricSpec(name, reduction, description, unit)
-
-
+_m = MetricSpec
 # fmt: off
 METRICS: tuple[MetricSpec, ...] = (
     _m("rollout/reward_mean", "mean", "Mean reward of the scored samples, before any shaping."),
@@ -129,24 +127,16 @@ METRICS: tuple[MetricSpec, ...] = (
 # fmt: on
 
 
-def _matches(pattern: str, name: str) -> bool:
-    parts, words = pattern.split("/"), name.split("/")
-    if len(parts) != len(words):
-        return False
-    for part, word in zip(parts, words, strict=True):
-        stem = part.split("<", 1)[0] if "<" in part else None
-        if stem is None and part != word:
-            return False
-        if stem is not None and not (word.startswith(stem) and len(word) > len(stem)):
-            return False
-    return True
+@lru_cache(maxsize=1)
+def _patterns() -> list[tuple[re.Pattern[str], MetricSpec]]:
+    return [(re.compile(re.sub("<.*?>", "[^/]+", re.escape(row.name))), row) for row in METRICS]
 
 
 @lru_cache(maxsize=4096)
 def spec_of(name: str) -> MetricSpec:
     """Return the row of the table to which a metric name belongs; raises `KeyError` if there is none."""
-    for row in METRICS:
-        if row.name == name or _matches(row.name, name):
+    for pattern, row in _patterns():
+        if pattern.fullmatch(name):
             return row
     raise KeyError(f"metric {name!r} is not described in treadle.metrics.METRICS; add a row there")
 
@@ -157,6 +147,14 @@ def metric(name: str, value: float, weight: float = 1.0) -> Metric:
     return Metric(name, float(value), float(weight))
 
 
+_REDUCE: Mapping[str, Callable[[list[float]], float]] = {
+    "sum": math.fsum,
+    "max": max,
+    "min": min,
+    "last": lambda values: values[-1],
+}
+
+
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
     """Join metrics of the same name by their reduction; a mean over weight 0 is left out."""
     by_name: dict[str, list[Metric]] = {}
@@ -164,15 +162,9 @@ def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
         by_name.setdefault(item.name, []).append(item)
     out: dict[str, float] = {}
     for name, items in by_name.items():
-        kind = spec_of(name).reduction
-        if kind == "mean":
-            total = math.fsum(i.weight for i in items)
-            if total > 0:
-                out[name] = math.fsum(i.value * i.weight for i in items) / total
-        elif kind == "sum":
-            out[name] = math.fsum(i.value for i in items)
-        elif kind == "last":
-            out[name] = items[-1].value
-        else:
-            out[name] = (max if kind == "max" else min)(i.value for i in items)
+        kind, values = spec_of(name).reduction, [item.value for item in items]
+        if kind != "mean":
+            out[name] = _REDUCE[kind](values)
+        elif (total := math.fsum(item.weight for item in items)) > 0:
+            out[name] = math.fsum(item.value * item.weight for item in items) / total
     return out

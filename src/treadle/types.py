@@ -18,7 +18,7 @@ NO_VERSION = -1
 """The weight version of a token that no engine sampled (a prompt or a tool result)."""
 
 Message = Mapping[str, Any]
-"""One chat message: `{"role": "user", "content": "…"}`."""
+"""A chat message: `{"role": "user", "content": "…"}`."""
 
 
 class Status(StrEnum):
@@ -53,9 +53,8 @@ class Prompt:
 class SamplingParams:
     """How an engine picks tokens.
 
-    `temperature = 0` is greedy. `top_k = 0`, `top_p = 1` and `min_p = 0` switch the cut off. `seed` fixes the
-    tokens of sample `i` of a request whatever else is in the batch. A stop string ends the text where it
-    appears and is kept in it.
+    `temperature = 0` is greedy. `top_k = 0`, `top_p = 1` and `min_p = 0` turn that filter off. `seed` determines the tokens of
+    sample `i` of a request, independent of what else is in the batch. A stop string ends the text and is part of it.
     """
 
     max_new_tokens: int
@@ -136,72 +135,37 @@ class Group:
         return list({(sample.trajectory_id, sample.index): sample for sample in self.samples}.values())
 
 
+_SAMPLE_KEYS = """group_id index trajectory_id status reward reward_parts text failure temperature
+    token_ids loss_mask rollout_logprobs weight_versions metadata""".split()
+_PROMPT_KEYS = "group_id data_name row text label token_ids messages columns metadata".split()
+_DTYPES = {"token_ids": np.int32, "loss_mask": np.bool_, "rollout_logprobs": np.float32, "weight_versions": np.int32}
+"""The per-token fields of a sample."""
+
+
 def sample_to_json(sample: Sample) -> dict[str, Any]:
     """Turn a sample into plain JSON values; `sample_from_json` gives back the same arrays bit for bit."""
-    return {
-        "group_id": sample.group_id,
-        "index": sample.index,
-        "trajectory_id": sample.trajectory_id,
-        "status": str(sample.status),
-        "reward": sample.reward,
-        "reward_parts": dict(sample.reward_parts),
-        "text": sample.text,
-        "failure": sample.failure,
-        "temperature": sample.temperature,
-        "token_ids": sample.token_ids.tolist(),
-        "loss_mask": sample.loss_mask.astype(int).tolist(),
-        "rollout_logprobs": sample.rollout_logprobs.astype(float).tolist(),
-        "weight_versions": sample.weight_versions.tolist(),
-        "metadata": dict(sample.metadata),
-    }
+    values = {name: getattr(sample, name) for name in _SAMPLE_KEYS}
+    values |= {name: values[name].tolist() for name in _DTYPES}
+    values |= {name: dict(values[name]) for name in ("reward_parts", "metadata")}
+    return values | {"status": str(sample.status), "loss_mask": sample.loss_mask.astype(int).tolist()}
 
 
 def sample_from_json(row: Mapping[str, Any]) -> Sample:
     """Inverse of `sample_to_json`; raises `KeyError` for a missing field."""
-    return Sample(
-        group_id=row["group_id"],
-        index=row["index"],
-        trajectory_id=row["trajectory_id"],
-        token_ids=np.asarray(row["token_ids"], dtype=np.int32),
-        loss_mask=np.asarray(row["loss_mask"], dtype=bool),
-        rollout_logprobs=np.asarray(row["rollout_logprobs"], dtype=np.float32),
-        weight_versions=np.asarray(row["weight_versions"], dtype=np.int32),
-        temperature=row["temperature"],
-        status=Status(row["status"]),
-        text=row["text"],
-        reward=row["reward"],
-        reward_parts=row["reward_parts"],
-        failure=row["failure"],
-        metadata=row["metadata"],
-    )
+    values = {name: row[name] for name in _SAMPLE_KEYS}
+    values |= {name: np.asarray(values[name], dtype=dtype) for name, dtype in _DTYPES.items()}
+    return Sample(**values | {"status": Status(values["status"])})
 
 
 def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     """Turn a prompt into JSON values; columns must be JSON-like (what JSON cannot hold is written as text)."""
-    return {
-        "group_id": prompt.group_id,
-        "data_name": prompt.data_name,
-        "row": prompt.row,
-        "text": prompt.text,
-        "label": prompt.label,
-        "token_ids": list(prompt.token_ids),
-        "messages": None if prompt.messages is None else [dict(m) for m in prompt.messages],
-        "columns": dict(prompt.columns),
-        "metadata": dict(prompt.metadata),
-    }
+    values = {name: getattr(prompt, name) for name in _PROMPT_KEYS}
+    values |= {"token_ids": list(prompt.token_ids), "columns": dict(prompt.columns), "metadata": dict(prompt.metadata)}
+    return values | {"messages": None if prompt.messages is None else [dict(m) for m in prompt.messages]}
 
 
 def prompt_from_json(row: Mapping[str, Any]) -> Prompt:
-    """Inverse of `prompt_to_json`."""
-    messages = row["messages"]
-    return Prompt(
-        group_id=row["group_id"],
-        token_ids=tuple(row["token_ids"]),
-        text=row["text"],
-        label=row["label"],
-        columns=row["columns"],
-        data_name=row["data_name"],
-        row=row["row"],
-        messages=None if messages is None else tuple(messages),
-        metadata=row["metadata"],
-    )
+    """Inverse of `prompt_to_json`; raises `KeyError` for a missing field."""
+    values = {name: row[name] for name in _PROMPT_KEYS}
+    messages = None if values["messages"] is None else tuple(values["messages"])
+    return Prompt(**values | {"token_ids": tuple(values["token_ids"]), "messages": messages})

@@ -1,6 +1,6 @@
 """The configuration of a run: frozen sections, where their values come from, and the rules between them."""
 
-from treadle.config.batch_sizes import BatchArithmetic, RunLength, batch_arithmetic, num_rollout, run_length
+from treadle.config.batch_sizes import BatchArithmetic, RunLength, batch_arithmetic, run_length
 from treadle.config.checks import check_config
 from treadle.config.data_section import EvalOverride, parse_eval_sets
 from treadle.config.load import load_config

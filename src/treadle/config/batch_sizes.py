@@ -26,9 +26,6 @@ class BatchArithmetic:
     global_batch_size: int
     num_steps_per_rollout: int
 
-    def __post_init__(self) -> None:
-        assert self.samples_per_rollout == self.global_batch_size * self.num_steps_per_rollout, str(self)
-
     @property
     def samples_per_rollout(self) -> int:
         return self.rollout_batch_size * self.n_samples_per_prompt
@@ -60,7 +57,7 @@ class RunLength:
 
 
 def batch_arithmetic(config: Config) -> BatchArithmetic:
-    """Fill in global_batch_size and num_steps_per_rollout; with neither given a rollout is one optimizer step.
+    """Return the batch arithmetic; with neither global_batch_size nor num_steps_per_rollout a rollout is one optimizer step.
 
     Raises `ConfigError` with the numbers if they don't agree.
 
@@ -77,18 +74,12 @@ def batch_arithmetic(config: Config) -> BatchArithmetic:
             f"{product}, but global_batch_size × num_steps_per_rollout = {batch} × {steps} = {batch * steps}; "
             "make them equal, or give only one of the last two"
         )
+    divisor, text = steps or 1, f"can't be split into num_steps_per_rollout = {steps} equal steps"
     if steps is None and batch is not None:
-        if samples % batch:
-            raise ConfigError(
-                f"{product} is not a multiple of global_batch_size = {batch}; {_nearest_divisors(samples, batch)} fit"
-            )
-        steps = samples // batch
-    steps = steps or 1
-    if samples % steps:
-        raise ConfigError(
-            f"{product} can't be split into num_steps_per_rollout = {steps} equal steps; "
-            f"{_nearest_divisors(samples, steps)} fit"
-        )
+        divisor, text = batch, f"is not a multiple of global_batch_size = {batch}"
+    if samples % divisor:
+        raise ConfigError(f"{product} {text}; {_nearest_divisors(samples, divisor)} fit")
+    steps = samples // batch if batch else divisor
     return BatchArithmetic(prompts, n, samples // steps, steps)
 
 
@@ -133,10 +124,10 @@ def run_length(config: Config, dataset_size: int | None) -> RunLength:
     carried into the next one, and what is left at the very end is not drawn (`leftover_prompts`). Raises
     `ConfigError` if neither or both of num_rollout and num_epoch are given, or the data does not fill one rollout.
     """
-    rollouts, epochs = config.train.num_rollout, config.train.num_epoch
-    prompts = config.rollout.rollout_batch_size
     check_length(config)
-    leftover = 0
+    rollouts, epochs, leftover = config.train.num_rollout, config.train.num_epoch, 0
+    arithmetic = batch_arithmetic(config)
+    prompts = arithmetic.rollout_batch_size
     if rollouts is None:
         assert epochs is not None
         if dataset_size is None:
@@ -146,19 +137,6 @@ def run_length(config: Config, dataset_size: int | None) -> RunLength:
                 f"the data has {dataset_size} prompts, less than one rollout (rollout_batch_size = {prompts}); "
                 "lower rollout_batch_size, or give num_rollout instead of num_epoch"
             )
-        rollouts = dataset_size // prompts * epochs
-        leftover = dataset_size % prompts * epochs
-    arithmetic = batch_arithmetic(config)
-    return RunLength(
-        num_rollout=rollouts,
-        optimizer_steps=rollouts * arithmetic.num_steps_per_rollout,
-        samples=rollouts * arithmetic.samples_per_rollout,
-        prompts=rollouts * prompts,
-        leftover_prompts=leftover,
-        dataset_size=dataset_size,
-    )
-
-
-def num_rollout(config: Config, dataset_size: int | None) -> int:
-    """Return how many rollouts the run has; see `run_length`."""
-    return run_length(config, dataset_size).num_rollout
+        rollouts, leftover = dataset_size // prompts * epochs, dataset_size % prompts * epochs
+    steps, samples = rollouts * arithmetic.num_steps_per_rollout, rollouts * arithmetic.samples_per_rollout
+    return RunLength(rollouts, steps, samples, rollouts * prompts, leftover, dataset_size)

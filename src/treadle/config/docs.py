@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from treadle import catalog
 from treadle.config.fields import ConfigField, config_fields, override_fields, section_models
@@ -69,45 +70,35 @@ def metrics_markdown() -> str:
     return "\n".join([_METRICS, *tables])
 
 
+# fmt: off
+_TRAITS = {
+    "needs_group": "groups", "needs_parts": "two rewards or more", "divides_by_mean": "rewards ≥ 0",
+    "needs_values": "a critic, `lambd`", "divides_by_std": "`grpo_std_normalization`", "per_token_reward": "`kl_coef`",
+    "uses_gamma": "`gamma`",
+}
+_KINDS: tuple[tuple[str, tuple[str, ...], Mapping[str, Any], Callable[[Any], tuple[str, ...]]], ...] = (
+    ("advantage_estimator", ("name", "advantage", "policy loss", "reads", "source"), catalog.ESTIMATORS,
+     lambda r: (f"[{r.name}]({r.name}.md)", r.help, f"`{r.policy_loss}`", _traits(r), r.source)),
+    ("policy_loss", ("name", "loss", "settings", "source"), catalog.POLICY_LOSSES,
+     lambda r: (f"[{r.name}]({r.name}.md)", r.help, ", ".join(f"`{name}`" for name in r.all_read), r.source)),
+    ("rollout_correction", ("name", "weight of a token", "outside its bounds", "bounds", "source"), catalog.CORRECTIONS,
+     lambda r: (f"`{r.name}`", r.help, r.settings.bound, _bounds(r.settings), r.source)),
+    ("kl_loss_type", ("name", "estimate, d = lp − lp_ref", "source"), catalog.KL_ESTIMATORS,
+     lambda r: (f"`{r.name}`", r.help, r.source)),
+    ("rm_type", ("name", "reward"), catalog.REWARDS, lambda r: (f"`{r.name}`", r.help)),
+    ("weight_transport", ("name", "how weights travel"), catalog.TRANSPORTS, lambda r: (f"`{r.name}`", r.help)),
+)
+# fmt: on
+
+
 def algorithms_markdown() -> str:
     """Return the page of all names that the catalog has, one table per kind."""
-    estimators = [
-        (f"[{record.name}]({record.name}.md)", record.help, f"`{record.policy_loss}`", _traits(record), record.source)
-        for record in catalog.ESTIMATORS.values()
-    ]
-    losses = [
-        (f"[{record.name}]({record.name}.md)", record.help, ", ".join(f"`{n}`" for n in record.all_read), record.source)
-        for record in catalog.POLICY_LOSSES.values()
-    ]
-    corrections = [
-        (f"`{record.name}`", record.help, record.settings.bound, _bounds(record.settings), record.source)
-        for record in catalog.CORRECTIONS.values()
-    ]
-    kl = [(f"`{record.name}`", record.help, record.source) for record in catalog.KL_ESTIMATORS.values()]
-    rewards = [(f"`{record.name}`", record.help) for record in catalog.REWARDS.values()]
-    transports = [(f"`{record.name}`", record.help) for record in catalog.TRANSPORTS.values()]
-    tables: list[tuple[str, tuple[str, ...], Iterable[tuple[str, ...]]]] = [
-        ("`advantage_estimator`", ("name", "advantage", "policy loss", "reads", "source"), estimators),
-        ("`policy_loss`", ("name", "loss", "settings", "source"), losses),
-        ("`rollout_correction`", ("name", "weight of a token", "outside its bounds", "bounds", "source"), corrections),
-        ("`kl_loss_type`", ("name", "estimate, d = lp − lp_ref", "source"), kl),
-        ("`rm_type`", ("name", "reward"), rewards),
-        ("`weight_transport`", ("name", "how weights travel"), transports),
-    ]
-    return "\n".join([_ALGORITHMS, *(_table(title, "", head, rows) for title, head, rows in tables)])
+    tables = [_table(f"`{name}`", "", head, map(row, records.values())) for name, head, records, row in _KINDS]
+    return "\n".join([_ALGORITHMS, *tables])
 
 
 def _traits(record: catalog.EstimatorRecord) -> str:
-    read = {
-        "groups": record.needs_group,
-        "two rewards or more": record.needs_parts,
-        "rewards ≥ 0": record.divides_by_mean,
-        "a critic, `lambd`": record.needs_values,
-        "`grpo_std_normalization`": record.divides_by_std,
-        "`kl_coef`": record.per_token_reward,
-        "`gamma`": record.uses_gamma,
-    }
-    return ", ".join(text for text, is_read in read.items() if is_read)
+    return ", ".join(text for trait, text in _TRAITS.items() if getattr(record, trait))
 
 
 def _bounds(settings: catalog.CorrectionSettings) -> str:

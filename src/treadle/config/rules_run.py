@@ -51,3 +51,11 @@ refuse("run", lambda c: _hands_over_memory(c) and c.cluster.num_train_workers > 
 warn_of("eval", lambda c: c.cluster.runtime == "ray",
         "runtime = ray does nothing here: treadle eval runs in one process")
 # fmt: on
+
+
+@rule("all")
+def folders_have_names(config: Config) -> Iterator[Finding]:
+    folders = {"run_dir": config.observe.run_dir, "save": config.checkpoint.save, "load": config.checkpoint.load}
+    for name, value in folders.items():
+        if value is not None and (not value.strip() or "\0" in value):
+            yield fault(f"{name} = {value!r} names no folder; leave it out, or write . for the current folder")

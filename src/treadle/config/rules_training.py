@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from treadle.catalog import ESTIMATORS, KL_ESTIMATORS, EstimatorRecord
 from treadle.config.batch_sizes import batch_arithmetic, check_length
@@ -15,12 +15,14 @@ _UNBIASED = ", ".join(name for name, record in KL_ESTIMATORS.items() if record.u
 _WITHOUT_GROUPS = ", ".join(name for name, record in ESTIMATORS.items() if not record.needs_group)
 
 
-def _estimates(trait: str) -> Callable[[Config], bool]:
-    """Return whether the estimator is a built-in one with this trait, as a function of the configuration."""
-    return lambda config: config.algorithm.estimator is not None and bool(getattr(config.algorithm.estimator, trait))
+def _compares_groups(config: Config) -> bool:
+    found = config.algorithm.estimator
+    return found is not None and found.needs_group
 
 
-_compares_groups, _needs_parts = _estimates("needs_group"), _estimates("needs_parts")
+def _needs_parts(config: Config) -> bool:
+    found = config.algorithm.estimator
+    return found is not None and found.needs_parts
 
 
 def _reads_saved_rollouts(config: Config) -> bool:
@@ -115,7 +117,7 @@ def filter_sees_the_signal(config: Config) -> Iterator[Finding]:
         yield warning("group_filter zero_signal drops groups of equal rewards, which the teacher would still teach")
     if _needs_parts(config):
         name = config.algorithm.advantage_estimator
-        yield warning(f"group_filter zero_signal reads the sum of the rewards, {name} reads each of them")
+        yield warning(f"group_filter zero_signal looks at the sum of the rewards, {name} at each of them")
 
 
 @rule("train")

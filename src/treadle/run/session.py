@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.config import Config, num_rollout, recorded
+from treadle.config import Config, recorded, run_length
 from treadle.data import PromptSource
 from treadle.errors import ConfigError
 from treadle.models.load import compute_dtype, name_of
@@ -92,7 +92,7 @@ def schedule_of(session: Session, num_prompts: int | None) -> Schedule:
     Raises `ConfigError` if a new run was to go on from a checkpoint of another run that leaves nothing to do.
     """
     config = session.config
-    end = num_rollout(with_saved_length(config), num_prompts)
+    end = run_length(with_saved_length(config), num_prompts).num_rollout
     start, place, checkpoint = session.start_rollout_id, session.place, session.checkpoint
     is_own = place.held_run or (checkpoint is not None and is_same(checkpoint.path.parent, place.checkpoints))
     if checkpoint is not None and start >= end and not is_own:

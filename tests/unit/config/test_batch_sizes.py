@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.config import Config, batch_arithmetic, num_rollout, run_length
+from treadle.config import Config, batch_arithmetic, run_length
 from treadle.errors import ConfigError
 
 
@@ -73,16 +73,16 @@ def test_run_of_rollouts():
 
 def test_run_of_epochs_counts_the_remainder():
     length = run_length(config(num_epoch=3), dataset_size=100)
-    assert length.num_rollout == num_rollout(config(num_epoch=3), 100) == 18  # 100 // 16 × 3
+    assert length.num_rollout == run_length(config(num_epoch=3), 100).num_rollout == 18  # 100 // 16 × 3
     assert length.leftover_prompts == 12  # 300 - 18 × 16
     assert length.epochs == 2.88
 
 
 def test_data_of_unknown_size():
-    assert num_rollout(config(num_rollout=7), None) == 7
+    assert run_length(config(num_rollout=7), None).num_rollout == 7
     assert run_length(config(num_rollout=7), None).epochs is None
     with pytest.raises(ConfigError, match="num_epoch = 1 needs a data set"):
-        num_rollout(config(num_epoch=1), None)
+        run_length(config(num_epoch=1), None)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_data_of_unknown_size():
 )
 def test_length_must_be_given_once_and_fit(given_values, size, match):
     with pytest.raises(ConfigError, match=match):
-        num_rollout(config(**given_values), size)
+        run_length(config(**given_values), size)
 
 
 def test_a_huge_batch_that_does_not_divide_is_refused_at_once(make_config):
