@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from treadle.errors import ConfigError
 from treadle.rollout.conversation import TurnLimits
 from treadle.rollout.engines.torch_engine.engine import TorchEngine
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
-from treadle.rollout.envs import IsolatedEnvironment, ReplyFunction, load_environment
+from treadle.rollout.envs import Environment, IsolatedEnvironment, ReplyFunction, load_environment
 from treadle.rollout.manager import Collect, RolloutManager
 from treadle.rollout.rewards import build_scorer
-from treadle.types import NO_VERSION, Prompt, Sample, SamplingParams, Status
+from treadle.types import NO_VERSION, Group, Prompt, Sample, SamplingParams, Status
 
 Reply = Callable[[Prompt, Sequence[str]], Any]
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz"
+LIMITS = TurnLimits(8, 256)
 
 
 class Scripted:
@@ -38,23 +38,54 @@ class Scripted:
 
 
 @pytest.fixture
-def play(tiny_model, tiny_codec) -> Callable[..., Sample]:
-    """Run one sample with an environment; every character of the alphabet ends a turn, so turns are short."""
+def collect(tiny_model, tiny_codec) -> Callable[..., Coroutine[Any, Any, list[Group]]]:
+    """Groups of prompts with these ids and rows, all at once; each character of the alphabet ends a turn: turns are short."""
+
+    async def run(
+        environment: Environment, rows: Mapping[int, dict[str, Any]], *, n: int = 1, max_new_tokens: int = 40,
+        limits: TurnLimits = LIMITS, rewards: tuple[str, ...] = ("exact",),
+    ) -> list[Group]:  # fmt: skip
+        engine = TorchEngine(tiny_model, tiny_codec, EngineLimits(64, 1 << 24))
+        manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, environment=environment, limits=limits)
+        text = tiny_codec.render_messages([{"role": "user", "content": "hello"}])
+        tokens = tuple(tiny_codec.encode_rendered(text))
+        prompts = [Prompt(i, tokens, text, label="x", columns=row) for i, row in rows.items()]
+        sampling = SamplingParams(max_new_tokens, stop=tuple(CHARACTERS))
+        section = RewardSection(rm_type=rewards)
+        try:
+            async with build_scorer(section, required=False, needs_value=not rewards) as scorer:
+                return await manager.collect(Collect("test", prompts, sampling, n, 3), scorer)
+        finally:
+            await engine.close()
+
+    return run
+
+
+@pytest.fixture
+def play(collect) -> Callable[..., Sample]:
+    """Run one sample with an environment."""
 
     def run(script: Reply, *, max_turns: int = 8, max_new_tokens: int = 40, max_length: int = 256) -> Sample:
-        async def main() -> Sample:
-            engine = TorchEngine(tiny_model, tiny_codec, EngineLimits(8, 1 << 24))
-            environment, limits = ReplyFunction(Scripted(script).reply), TurnLimits(max_turns, max_length)
-            manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, environment=environment, limits=limits)
-            text = tiny_codec.render_messages([{"role": "user", "content": "hello"}])
-            prompt = Prompt(7, tuple(tiny_codec.encode_rendered(text)), text, label="x")
-            sampling = SamplingParams(max_new_tokens, stop=tuple(CHARACTERS))
-            async with build_scorer(RewardSection(rm_type=("exact",))) as scorer:
-                (group,) = await manager.collect(Collect("test", [prompt], sampling, 1, 3), scorer)
-            await engine.close()
-            return group.samples[0]
+        environment, limits = ReplyFunction(Scripted(script).reply), TurnLimits(max_turns, max_length)
+        (group,) = asyncio.run(collect(environment, {7: {}}, max_new_tokens=max_new_tokens, limits=limits))
+        return group.samples[0]
 
-        return asyncio.run(main())
+    return run
+
+
+@pytest.fixture
+def collect_isolated(collect) -> Callable[..., list[Sample]]:
+    """Samples of these rows with the environment at a path, in its own process and with this deadline."""
+
+    def run(path: str, seconds: float, rows: Sequence[dict[str, Any]], **settings: Any) -> list[Sample]:
+        async def main() -> list[Group]:
+            environment = await IsolatedEnvironment.open(path, seconds)
+            try:
+                return await collect(environment, dict(enumerate(rows)), **settings)
+            finally:
+                await environment.close()
+
+        return [sample for group in asyncio.run(main()) for sample in group.samples]
 
     return run
 
@@ -169,30 +200,10 @@ def blocking(prompt, turns):
 
 
 @pytest.fixture
-def run_rows(tiny_model, tiny_codec, tmp_path) -> Callable[[list[str]], list[Sample]]:
+def run_rows(collect_isolated, tmp_path) -> Callable[[list[str]], list[Sample]]:
     """One sample of each row, all at once, with the environment above in its own process and a deadline of 1.5 s."""
     (tmp_path / "envs.py").write_text(ENVIRONMENT)
-
-    def run(words: list[str]) -> list[Sample]:
-        async def main() -> list[Sample]:
-            engine = TorchEngine(tiny_model, tiny_codec, EngineLimits(64, 1 << 24))
-            async with AsyncExitStack() as stack:
-                stack.push_async_callback(engine.close)
-                environment = await IsolatedEnvironment.open(f"{tmp_path}/envs.py:reply", 1.5)
-                stack.push_async_callback(environment.close)
-                limits = TurnLimits(8, 256)
-                manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, environment=environment, limits=limits)
-                text = tiny_codec.render_messages([{"role": "user", "content": "hello"}])
-                tokens = tuple(tiny_codec.encode_rendered(text))
-                prompts = [Prompt(i, tokens, text, label="x", columns={"do": word}) for i, word in enumerate(words)]
-                sampling = SamplingParams(40, stop=tuple(CHARACTERS))
-                scorer = await stack.enter_async_context(build_scorer(RewardSection(rm_type=("exact",))))
-                groups = await manager.collect(Collect("test", prompts, sampling, 1, 3), scorer)
-                return [group.samples[0] for group in groups]
-
-        return asyncio.run(main())
-
-    return run
+    return lambda words: collect_isolated(f"{tmp_path}/envs.py:reply", 1.5, [{"do": word} for word in words])
 
 
 def test_an_environment_that_goes_wrong_costs_its_own_samples_only(run_rows) -> None:
@@ -332,30 +343,13 @@ class OpensWrong(Counts):
 
 
 @pytest.fixture
-def play_episodes(tiny_model, tiny_codec, tmp_path) -> Callable[..., list[Sample]]:
+def play_episodes(collect_isolated, tmp_path) -> Callable[..., list[Sample]]:
     """Two samples of each row with the episode class of this name, rewarded by the episode alone."""
     file = tmp_path / "episodes.py"
     file.write_text(EPISODES)
 
     def run(name: str, rows: Sequence[dict[str, Any]] = ({},)) -> list[Sample]:
-        async def main() -> list[Sample]:
-            engine = TorchEngine(tiny_model, tiny_codec, EngineLimits(64, 1 << 24))
-            async with AsyncExitStack() as stack:
-                stack.push_async_callback(engine.close)
-                environment = await IsolatedEnvironment.open(f"{file}:{name}", 5.0)
-                stack.push_async_callback(environment.close)
-                limits = TurnLimits(8, 256)
-                manager = RolloutManager(engine, tiny_codec, timeout_seconds=60, environment=environment, limits=limits)
-                text = tiny_codec.render_messages([{"role": "user", "content": "hello"}])
-                tokens = tuple(tiny_codec.encode_rendered(text))
-                prompts = [Prompt(i, tokens, text, label="x", columns=row) for i, row in enumerate(rows)]
-                sampling = SamplingParams(60, stop=tuple(CHARACTERS))
-                scorer = await stack.enter_async_context(build_scorer(RewardSection(), required=False))
-                scorer.needs_value = True
-                groups = await manager.collect(Collect("test", prompts, sampling, 2, 3), scorer)
-                return [sample for group in groups for sample in group.samples]
-
-        return asyncio.run(main())
+        return collect_isolated(f"{file}:{name}", 5.0, rows, n=2, max_new_tokens=60, rewards=())
 
     return run
 

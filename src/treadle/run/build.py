@@ -163,8 +163,12 @@ async def open_scoring(config: Config, codec: Codec, max_prompt: int, stack: Asy
 
 async def open_scorer(config: Config, reward: RewardSection, stack: AsyncExitStack) -> RewardScorer:
     """Open the rewards of the run or of one evaluation set; the rules of the configuration decide if there may be none."""
-    scorer = build_scorer(reward, group_wait_seconds=config.rollout.rollout_timeout_seconds, required=False)
-    scorer.needs_value = config.rollout.custom_env_path is not None and config.algorithm.opd_kl_coef == 0
+    scorer = build_scorer(
+        reward,
+        group_wait_seconds=config.rollout.rollout_timeout_seconds,
+        required=False,
+        needs_value=config.rollout.custom_env_path is not None and config.algorithm.opd_kl_coef == 0,
+    )
     return await stack.enter_async_context(scorer)
 
 

@@ -52,12 +52,15 @@ class PlacedReward:
     function: RewardFunction | None
 
 
-def build_scorer(reward: RewardSection, *, group_wait_seconds: float = 3600.0, required: bool = True) -> RewardScorer:
+def build_scorer(
+    reward: RewardSection, *, group_wait_seconds: float = 3600.0, required: bool = True, needs_value: bool = False
+) -> RewardScorer:
     """Build the scorer of a `[reward]` section; a worker process imports your own rewards to see their form.
 
     `group_wait_seconds` bounds how long a TRL-style reward waits for the rest of a group. Where no reward is
-    `required` and none is given, every sample's is 0. Raises `RewardError` or
-    `ConfigError` if a name, a path, a signature or the weights are wrong.
+    `required` and none is given, every sample's is 0, but if `needs_value` a completed sample fails to which neither a
+    reward nor its environment gave a value. Raises `RewardError` or `ConfigError` if a name, a path, a signature or the
+    weights are wrong.
     """
     targets = reward.targets
     if not targets and required:
@@ -73,7 +76,7 @@ def build_scorer(reward: RewardSection, *, group_wait_seconds: float = 3600.0, r
         _check_pattern(reward.rm_regex)
     specs = make_specs(targets, RewardSettings(reward.rm_regex, reward.rm_timeout_seconds))
     placed = [_place(spec, weight) for spec, weight in zip(specs, weights, strict=True)]
-    return RewardScorer(placed, reward.rm_num_workers, reward.rm_timeout_seconds, group_wait_seconds)
+    return RewardScorer(placed, reward.rm_num_workers, reward.rm_timeout_seconds, group_wait_seconds, needs_value)
 
 
 def _check_pattern(pattern: str | None) -> None:
@@ -99,13 +102,16 @@ class RewardScorer:
     """The rewards of a run and what runs them; close it, or use it as an async context manager."""
 
     def __init__(
-        self, rewards: Sequence[PlacedReward], num_workers: int, timeout_seconds: float, group_wait_seconds: float
+        self,
+        rewards: Sequence[PlacedReward],
+        num_workers: int,
+        timeout_seconds: float,
+        group_wait_seconds: float,
+        needs_value: bool,
     ):
         self.rewards = tuple(rewards)
         self.group_wait_seconds = group_wait_seconds
-        self.needs_value = False
-        """True if a completed sample fails to which neither a reward nor its environment gave a value. A truncated one, whose
-        episode did not come to its end, then has the reward 0, as all samples have if this is False."""
+        self.needs_value = needs_value
         self.failure_counts: Counter[str] = Counter()
         """Failed calls by reward name, one per sample, since the start."""
         self._pools: dict[str, WorkerPool] = {}
