@@ -73,6 +73,16 @@ def describe_error(error: BaseException) -> str:
     return f"called {error}{place}" if isinstance(error, _ProcessEnd) else f"raised {text}{place}"
 
 
+def short_repr(value: object) -> str:
+    """Return the `repr` of a value for a message, cut after 60 characters; what the value's own `__repr__` raises is raised.
+
+    >>> short_repr([1.5]), len(short_repr("x" * 99))
+    ('[1.5]', 61)
+    """
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
 class _ProcessEnd(BaseException):
     """Raised by `os._exit` while a user's code runs in this process; no `except Exception` catches it."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from treadle.errors import ConfigError
-from treadle.registry import resolve, user_code
+from treadle.registry import resolve, short_repr, user_code
 from treadle.types import Group, Status
 
 GroupFilter = Callable[[Group], str | None]
@@ -57,7 +57,7 @@ def load_filter(name: str) -> GroupFilter:
         if reason is None or (isinstance(reason, str) and _WORD.fullmatch(reason)):
             return reason
         with user_code(fault):
-            text = repr(reason)
-        raise fault(f"returned {text if len(text) <= 60 else text[:60] + '…'}")
+            text = short_repr(reason)
+        raise fault(f"returned {text}")
 
     return checked

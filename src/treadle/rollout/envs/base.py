@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from treadle.errors import ConfigError
-from treadle.registry import resolve, user_code
+from treadle.registry import resolve, short_repr, user_code
 from treadle.rollout.isolation.fault import CallFault
 from treadle.rollout.rewards.forms import read_score
 from treadle.rollout.rewards.inputs import RewardScore
@@ -199,11 +199,13 @@ def read_opening(value: Any) -> Opening:
     opening = value if isinstance(value, Opening) else Opening(value)
     tools = opening.tools
     if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise CallFault(f"opened with tools that are no list of JSON schemas: {_short(tools)}")
+        raise CallFault(f"opened with tools that are no list of JSON schemas: {short_repr(tools)}")
     if opening.messages is None:
         return opening
     if isinstance(opening.messages, str):
-        raise CallFault(f"opened with text: {_short(opening.messages)}; give an Opening, a list of messages, or None")
+        raise CallFault(
+            f"opened with text: {short_repr(opening.messages)}; give an Opening, a list of messages, or None"
+        )
     return Opening(_messages(opening.messages), tools)
 
 
@@ -216,7 +218,7 @@ def read_step(value: Any) -> Step:
     step = value if isinstance(value, Step) else Step(value)
     reply = step.reply if step.reply is None or isinstance(step.reply, str) else _messages(step.reply)
     if step.fresh and (reply is None or isinstance(reply, str)):
-        raise CallFault(f"returned a fresh context that is no list of messages: {_short(step.reply)}")
+        raise CallFault(f"returned a fresh context that is no list of messages: {short_repr(step.reply)}")
     if step.reward is None:
         return Step(reply, None, bool(step.fresh))
     if reply is not None:
@@ -227,7 +229,7 @@ def read_step(value: Any) -> Step:
 def _messages(value: Any) -> list[Message]:
     """Return messages with contents as text; contents in text parts are joined."""
     if not isinstance(value, list | tuple) or not value:
-        raise CallFault(f"returned {_short(value)} of type {type(value).__name__}; {_REPLIES}")
+        raise CallFault(f"returned {short_repr(value)} of type {type(value).__name__}; {_REPLIES}")
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
             raise CallFault(f"returned a list whose item {number} is of type {type(message).__name__}; {_REPLIES}")
@@ -247,8 +249,3 @@ def _content(message: Mapping[str, Any]) -> str | None:
         return "".join(map(str, texts))
     shown = f"holds a part that is no text: {parts!r}" if parts is content else f"is of type {type(content).__name__}"
     raise CallFault(f"returned a message whose content {shown[:100]}; {_REPLIES}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"

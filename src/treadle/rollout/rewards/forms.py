@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from treadle.errors import RewardError
-from treadle.registry import describe_error
+from treadle.registry import describe_error, short_repr
 from treadle.rollout.isolation.fault import CallFault
 from treadle.rollout.rewards.inputs import RewardInput, RewardScore
 
@@ -153,7 +153,7 @@ def read_number(value: Any) -> float:
     if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise RewardFault(f"returned {_short(value)} of type {type(value).__name__}; a reward is a finite number")
+        raise RewardFault(f"returned {short_repr(value)} of type {type(value).__name__}; a reward is a finite number")
     try:
         number = float(value)
     except OverflowError:
@@ -199,13 +199,8 @@ def read_group_scores(result: Any, count: int) -> list[RewardScore | None]:
         result = result.tolist()
     if not isinstance(result, list | tuple):
         raise RewardFault(
-            f"returned {_short(result)} of type {type(result).__name__}; it must be a list of {count} numbers"
+            f"returned {short_repr(result)} of type {type(result).__name__}; it must be a list of {count} numbers"
         )
     if len(result) != count:
         raise RewardFault(f"returned {len(result)} rewards for {count} samples")
     return [None if value is None else RewardScore(read_number(value)) for value in result]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
