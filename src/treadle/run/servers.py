@@ -67,12 +67,13 @@ def pool_limits(config: Config) -> PoolLimits:
 async def open_server(config: Config, place: ServerPlace, index: int) -> ServerEngine:
     """Start server `index`, or reach the one that runs; raises `EngineError` or `DeadlineError`."""
     kind = server_kind(config.rollout.rollout_engine)
-    settings = _settings(config, place, kind)
+    arguments = arguments_for(config, place.model_path)
+    settings = _settings(config, place, kind, arguments)
     addresses = config.engine.rollout_external_engine_addrs
     if addresses:
         seconds = config.engine.engine_start_timeout_seconds
         return await kind.connect(addresses[index], settings, seconds=seconds)
-    return await kind.start(_launch(config, place, index), settings, f"{kind.name} engine {index}")
+    return await kind.start(_launch(config, place, index, arguments), settings, f"{kind.name} engine {index}")
 
 
 def arguments_for(config: Config, model_path: str) -> dict[str, EngineValue]:
@@ -102,8 +103,10 @@ def _length(given: Mapping[str, EngineValue], kind: ServerKind) -> int | None:
     return int(length) if isinstance(length, str | int) else None
 
 
-def _settings(config: Config, place: ServerPlace, kind: ServerKind) -> ServerSettings:
-    length = _length(arguments_for(config, place.model_path), kind)
+def _settings(
+    config: Config, place: ServerPlace, kind: ServerKind, arguments: Mapping[str, EngineValue]
+) -> ServerSettings:
+    length = _length(arguments, kind)
     dtype, device = compute_dtype(config.model.dtype, config.model.device), pick_device(config.model.device).type
     return ServerSettings(
         kind.dialect(Path(place.model_path), dtype, device),
@@ -115,7 +118,7 @@ def _settings(config: Config, place: ServerPlace, kind: ServerKind) -> ServerSet
     )
 
 
-def _launch(config: Config, place: ServerPlace, index: int) -> ServerLaunch:
+def _launch(config: Config, place: ServerPlace, index: int, arguments: Mapping[str, EngineValue]) -> ServerLaunch:
     rollout, cluster, is_ray = config.rollout, config.cluster, config.cluster.runtime == "ray"
     return ServerLaunch(
         python=config.engine.engine_python or sys.executable,
@@ -129,7 +132,7 @@ def _launch(config: Config, place: ServerPlace, index: int) -> ServerLaunch:
         seed=rollout.rollout_seed + index,
         threads=cluster.num_cpus_per_worker if is_ray else None,
         gpus=cluster.rollout_num_gpus_per_engine if is_ray else 1,
-        arguments=arguments_for(config, place.model_path),
+        arguments=arguments,
     )
 
 

@@ -6,13 +6,14 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from treadle.errors import ConfigError
 from treadle.registry import check_name
 from treadle.rollout.envs.base import Episode, Opening, Step
-from treadle.rollout.envs.serving import LOADER, opening_from_json, request_of, step_from_json
+from treadle.rollout.envs.serving import LOADER, opening_from_json, prompt_row, request_of, step_from_json
 from treadle.rollout.isolation.fault import CallFault, StartFault
 from treadle.rollout.isolation.worker_pool import Work, WorkerPool
 from treadle.types import Prompt
@@ -77,17 +78,22 @@ class _RemoteEpisode:
         self._environment, self._turns = environment, turns
         self._id, self._prompt = uuid.uuid4().hex, Prompt(0, (), "")
 
+    @cached_property
+    def _row(self) -> Any:
+        """The prompt for the worker, which a step needs too: another process may have to make the episode again."""
+        return prompt_row(self._prompt)
+
     async def open(self, prompt: Prompt) -> Opening:
         self._prompt = prompt
         if not self._environment.opens or self._turns:
             return Opening()
-        return opening_from_json(await self._environment.ask(request_of(self._id, prompt, [])))
+        return opening_from_json(await self._environment.ask(request_of(self._id, self._row, [])))
 
     async def step(self, turn: str) -> Step:
         self._turns.append(turn)
-        return step_from_json(await self._environment.ask(request_of(self._id, self._prompt, self._turns)))
+        return step_from_json(await self._environment.ask(request_of(self._id, self._row, self._turns)))
 
     async def close(self) -> None:
         if self._environment.keeps_state:
             with suppress(CallFault):
-                await self._environment.ask(request_of(self._id, self._prompt, [], closes=True))
+                await self._environment.ask(request_of(self._id, None, [], closes=True))

@@ -75,11 +75,11 @@ def step_from_json(row: Mapping[str, Any]) -> Step:
     return Step(row["reply"], None if reward is None else RewardScore(reward["value"], reward["parts"]), row["fresh"])
 
 
-def request_of(key: str, prompt: Prompt, turns: list[str], *, closes: bool = False) -> dict[str, Any]:
-    """Return the request to open an episode (no turns), to answer the last of its turns, or to close it."""
-    return {
-        "episode": key,
-        "prompt": None if closes else plain_json(prompt_to_json(prompt)),
-        "turns": [] if closes else turns,
-        "closes": closes,
-    }
+def prompt_row(prompt: Prompt) -> Any:
+    """Return a prompt as `request_of` takes it; raises `ValueError` if it is nested too deep."""
+    return plain_json(prompt_to_json(prompt))
+
+
+def request_of(key: str, prompt: Any, turns: list[str], *, closes: bool = False) -> dict[str, Any]:
+    """Return the request to open an episode (no turns), to answer the last of its turns, or to close it (no prompt)."""
+    return {"episode": key, "prompt": prompt, "turns": turns, "closes": closes}
