@@ -26,6 +26,9 @@ class BatchArithmetic:
     global_batch_size: int
     num_steps_per_rollout: int
 
+    def __post_init__(self) -> None:
+        assert self.samples_per_rollout == self.global_batch_size * self.num_steps_per_rollout, str(self)
+
     @property
     def samples_per_rollout(self) -> int:
         return self.rollout_batch_size * self.n_samples_per_prompt
