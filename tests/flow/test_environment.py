@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from treadle.chat import Codec
 from treadle.config import RewardSection
 from treadle.errors import ConfigError
-from treadle.rollout.conversation import TurnLimits
+from treadle.rollout.conversation import SingleTurn, TurnLimits
 from treadle.rollout.engines.torch_engine.engine import TorchEngine
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits
-from treadle.rollout.envs import Environment, IsolatedEnvironment, ReplyFunction, load_environment
+from treadle.rollout.envs import Environment, Episode, IsolatedEnvironment, Opening, ReplyFunction, load_environment
 from treadle.rollout.manager import Collect, RolloutManager
 from treadle.rollout.rewards import build_scorer
 from treadle.types import NO_VERSION, Group, Prompt, Sample, SamplingParams, Status
@@ -405,3 +406,59 @@ def test_a_sample_that_a_limit_ended_has_no_reward_of_its_episode(play_episodes)
     """The episode never came to its end: eight turns are the limit."""
     for sample in play_episodes("Counts", [{"turns": 30}]):
         assert (sample.status, sample.reward, sample.reward_parts) == (Status.TRUNCATED, 0.0, {})
+
+
+class OpensInThreeWays:
+    """The first sample of a group does not begin, the next two begin with the same prompt, and the others with their own."""
+
+    opens, keeps_state = True, False
+
+    def __init__(self) -> None:
+        self.index = -1
+
+    def episode(self) -> Episode:
+        self.index += 1
+        return _Opens(self.index)
+
+
+class _Opens(SingleTurn):
+    def __init__(self, index: int):
+        self.index = index
+
+    async def open(self, prompt: Prompt) -> Opening:
+        if not self.index:
+            raise OSError("full")
+        return Opening([{"role": "user", "content": "ab" if self.index < 3 else f"c{self.index}"}])
+
+
+def test_samples_that_begin_with_the_same_prompt_are_generated_together(collect, monkeypatch, tiny_codec) -> None:
+    """And nothing is generated for one that does not begin."""
+    asked: dict[str, int] = {}
+    generate = TorchEngine.generate
+
+    def spy(engine: TorchEngine, token_ids: Sequence[int], sampling: SamplingParams, n: int = 1) -> Any:
+        asked[tiny_codec.decode(list(token_ids))] = n
+        return generate(engine, token_ids, sampling, n)
+
+    monkeypatch.setattr(TorchEngine, "generate", spy)
+    (group,) = asyncio.run(collect(OpensInThreeWays(), {0: {}}, n=5))
+    assert asked == {"<user>ab<bot>": 2, "<user>c3<bot>": 1, "<user>c4<bot>": 1}
+    assert [s.index for s in group.samples] == [0, 1, 2, 3, 4]
+    assert group.samples[0].failure.startswith("environment: raised OSError: full")
+    assert [given_parts(s) for s in group.samples[1:]] == [
+        [tiny_codec.encode_rendered(f"<user>{text}<bot>")] for text in ("ab", "ab", "c3", "c4")
+    ]
+    assert len({s.token_ids[s.loss_mask].tobytes() for s in group.samples[1:3]}) == 2, "the two draw differently"
+
+
+def test_the_text_of_a_single_turn_is_decoded_once(collect, monkeypatch) -> None:
+    decoded: list[list[int]] = []
+    response_text = Codec.response_text
+
+    def spy(codec: Codec, token_ids: Sequence[int], *more: Any) -> str:
+        decoded.append(list(token_ids))
+        return response_text(codec, token_ids, *more)
+
+    monkeypatch.setattr(Codec, "response_text", spy)
+    (group,) = asyncio.run(collect(SingleTurn(), {0: {}}, n=3))
+    assert sorted(decoded) == sorted(s.token_ids[s.loss_mask].tolist() for s in group.samples)

@@ -74,7 +74,9 @@ class Conversation:
         self._shared, self._index, self._sampling = shared, index, sampling
         self._episode = shared.environment.episode()
         self.prompt = prompt
-        self._failure = ""
+        self.failure = ""
+        """Why the episode did not open, if it did not."""
+        self._decoded: tuple[list[int], str] = ([], "")
 
     async def open(self) -> None:
         """Have the episode begin; `prompt` is then what the model reads first."""
@@ -95,30 +97,35 @@ class Conversation:
             self._sampling = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, room))
             self.prompt = replace(self.prompt, token_ids=tokens, text=text, messages=tuple(messages))
         except Exception as error:  # an environment is the user's code: it may raise or return anything
-            self._failure = _why(error)
+            self.failure = _why(error)
+
+    @property
+    def first_sampling(self) -> SamplingParams:
+        """The sampling of the first turn of this sample and of those of higher index that have the same prompt."""
+        return self._of_turn(self._sampling, 0)
 
     async def finish(self, first: Completion | None) -> list[Sample]:
         """Play the episode to its end and return the samples of its trajectory, the last one with the episode's reward.
 
-        `first` is the model's first turn if it was generated with those of the group's other samples.
+        `first` is the model's first turn, None if the episode did not open.
         """
         trajectory = Trajectory(self.prompt, self._index, self._sampling.temperature)
         try:
-            if self._failure:
-                return [failed(trajectory.finish(Status.FAILED, ""), self._failure)]
-            return await self._play(trajectory, first or await self._turn(trajectory, self._sampling, 0))
+            if first is None:
+                return [failed(trajectory.finish(Status.FAILED, ""), self.failure)]
+            return await self._play(trajectory, first)
         finally:
             await self._episode.close()
 
     async def _play(self, trajectory: Trajectory, completion: Completion) -> list[Sample]:
         done: list[Sample] = []
-        sampled, turns, score = 0, 0, None
+        turns, score = 0, None
         while True:
             trajectory.add_sampled(completion)
-            sampled, turns, status = sampled + len(completion.token_ids), turns + 1, completion.status
+            turns, status = turns + 1, completion.status
             if status is not Status.COMPLETED:
                 break
-            text = self._shared.codec.response_text(completion.token_ids.tolist(), self._sampling.stop_token_ids)
+            text = self._text(completion.token_ids.tolist())
             try:
                 step = await self._episode.step(text)
                 given = None if step.reply is None else self._tokens(step, completion)
@@ -127,6 +134,7 @@ class Conversation:
             if given is None:
                 score = step.reward
                 break
+            sampled = trajectory.num_sampled + sum(sample.response_length for sample in done)
             held = 0 if step.fresh else len(trajectory.token_ids)
             left = min(self._sampling.max_new_tokens - sampled, self._shared.limits.max_length - held - len(given))
             if left < 1 or turns >= self._shared.limits.max_turns:  # the reply would have no answer: it is left out
@@ -154,13 +162,23 @@ class Conversation:
         )
 
     async def _turn(self, trajectory: Trajectory, sampling: SamplingParams, turn: int) -> Completion:
-        own = replace(sampling, seed=sampling.seed + 1_000_003 * turn + self._index)
+        own = self._of_turn(sampling, turn)
         async with aclosing(self._shared.engine.generate(trajectory.token_ids, own, 1)) as completions:
             return await anext(completions)
 
+    def _of_turn(self, sampling: SamplingParams, turn: int) -> SamplingParams:
+        return replace(sampling, seed=sampling.seed + 1_000_003 * turn + self._index)
+
     def _sample(self, trajectory: Trajectory, status: Status) -> Sample:
         said = trajectory.token_ids[len(trajectory.prompt.token_ids) :]
-        return trajectory.finish(status, self._shared.codec.response_text(said, self._sampling.stop_token_ids))
+        return trajectory.finish(status, self._text(said))
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Return the text of a response; that of the only turn, which the episode has just read, is not decoded again."""
+        if token_ids != self._decoded[0]:
+            text = self._shared.codec.response_text(token_ids, self._sampling.stop_token_ids)
+            self._decoded = token_ids, text
+        return self._decoded[1]
 
 
 def _why(error: Exception) -> str:

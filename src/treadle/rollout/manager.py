@@ -92,25 +92,32 @@ class RolloutManager:
         sampling = replace(job.sampling, seed=prompt_seed(job.seed, prompt))
         scoring = scorer.open_group(prompt, job.n)
         plays = [Conversation(self._shared, prompt, index, sampling) for index in range(job.n)]
+        begins: list[asyncio.Task[None]] = []
         tasks: list[asyncio.Task[list[Sample]]] = []
 
         def start(play: Conversation, first: Completion | None) -> None:
             tasks.append(asyncio.create_task(self._finish(play, first, scoring, count)))
 
+        async def begin(alike: Sequence[Conversation]) -> None:
+            token_ids, sampling = alike[0].prompt.token_ids, alike[0].first_sampling
+            async with aclosing(self.engine.generate(token_ids, sampling, len(alike))) as completions:
+                async for completion in completions:
+                    start(alike[completion.index], completion)
+
         try:
             async with slots:
                 await self._open(plays)
-                if all(play.prompt.token_ids == prompt.token_ids for play in plays):
-                    async with aclosing(self.engine.generate(prompt.token_ids, sampling, job.n)) as completions:
-                        async for completion in completions:
-                            start(plays[completion.index], completion)
-                else:
-                    for play in plays:
+                alike: dict[tuple[int, ...], list[Conversation]] = {}  # by prompt: an episode may open with its own
+                for play in plays:
+                    if play.failure:
                         start(play, None)
-                    await asyncio.gather(*tasks)
+                    else:
+                        alike.setdefault(play.prompt.token_ids, []).append(play)
+                begins += [asyncio.create_task(begin(same)) for same in alike.values()]
+                await asyncio.gather(*begins)
             trajectories = await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:
+            for task in (*begins, *tasks):
                 task.cancel()
             raise
         samples = [sample for trajectory in trajectories for sample in trajectory]
