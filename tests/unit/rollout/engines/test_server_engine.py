@@ -5,10 +5,10 @@ import asyncio
 import pytest
 import torch
 
+from tests.server_checks import check_broken_update, one
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings
 from treadle.rollout.engines.vllm_engine.dialect import VllmDialect
-from treadle.types import SamplingParams
 from treadle.weights import Offer, WeightSpec
 
 SECONDS = 30.0
@@ -42,10 +42,6 @@ def talk(answer: bytes | None, use):
 
 def http(status: int, body: str) -> bytes:
     return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
-
-
-async def one(engine):
-    return [c async for c in engine.generate([1, 2], SamplingParams(4), 1)]
 
 
 def test_a_server_that_hangs_is_named_with_what_it_was_asked():
@@ -121,21 +117,7 @@ def test_an_update_that_is_refused_before_it_begins_changes_nothing():
 
 
 def test_after_an_update_that_broke_off_nothing_is_generated_until_a_whole_one():
-    async def use(engine):
-        await engine.set_version(3)
-        with pytest.raises(EngineError, match="out of memory"):
-            await engine.receive(OFFER)
-        for refusal in (one(engine), engine.health()):
-            with pytest.raises(EngineError, match=r"no whole weights: the update to version 4 broke off half-way"):
-                await refusal
-        await engine.pause()
-        await engine.resume()  # as a pool does: it must not go on
-        assert engine.version == 3
-        await engine.receive(OFFER)
-        assert engine.version == 4
-        await engine.health()
-
-    asked = told({("/update_weights", 1)}, use)
+    asked = told({("/update_weights", 1)}, lambda engine: check_broken_update(engine, lambda: OFFER, "out of memory"))
     assert asked.count("/resume") == 1
     assert asked.index("/resume") > asked.index("/reset_prefix_cache")
 

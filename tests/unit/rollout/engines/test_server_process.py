@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+
+from tests.server_checks import is_running, wait_until
 
 
 @pytest.mark.parametrize("killed", ["owner", "guard"])
@@ -25,23 +26,9 @@ time.sleep(600)
     process = subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     guard = int(process.stdout.readline())
     log = tmp_path / "log"
-    _until(lambda: log.is_file() and log.read_text().strip())
+    wait_until(lambda: log.is_file() and log.read_text().strip())
     grandchild = int(log.read_text())
     (process if killed == "owner" else psutil.Process(guard)).kill()
-    _until(lambda: not _runs(guard) and not _runs(grandchild))
+    wait_until(lambda: not is_running(guard) and not is_running(grandchild))
     process.kill()
     process.wait()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _until(happens) -> None:
-    deadline = time.monotonic() + 20
-    while not happens():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.server_checks import check_broken_update
 from treadle.errors import EngineError, EngineLostError
 from treadle.rollout.engines.server_dialect import completion_of
 from treadle.rollout.engines.server_engine import ServerEngine, ServerSettings
@@ -233,22 +234,8 @@ def test_after_an_update_that_broke_off_nothing_is_generated_until_a_whole_one(t
                 return 400, '{"success": false, "message": "out of memory"}'
         return fine(path, body)
 
-    async def one(engine):
-        return [c async for c in engine.generate([1, 2], SamplingParams(4), 1)]
-
-    async def use(engine):
-        await engine.set_version(3)
-        with pytest.raises(EngineError, match=r"\(400\).*out of memory"):
-            await engine.receive(sender.offer(4))
-        for refusal in (one(engine), engine.health()):
-            with pytest.raises(EngineError, match=r"no whole weights: the update to version 4 broke off half-way"):
-                await refusal
-        await engine.pause()
-        await engine.resume()  # as a pool does: it must not go on
-        assert engine.version == 3
-        await engine.receive(sender.offer(4))
-        assert engine.version == 4
-        await engine.health()
+    def use(engine):
+        return check_broken_update(engine, lambda: sender.offer(4), r"\(400\).*out of memory")
 
     asked = paths(told(model_dir, answers, use))
     assert asked.count("/continue_generation") == 1

@@ -4,13 +4,12 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.server_checks import is_running, wait_until
 from treadle.errors import DeadlineError, EngineError
 from treadle.rollout.engines.server_engine import ServerSettings
 from treadle.rollout.engines.server_kind import ServerLaunch
@@ -48,7 +47,7 @@ def test_a_server_that_never_serves_runs_into_the_deadline_and_is_ended(launch, 
     with pytest.raises(DeadlineError, match=r"did not serve within 0\.5 s.*engine-start-timeout.*ends with: loading"):
         start(launch(body, seconds=0.5))
     server = int((tmp_path / "pid").read_text())
-    _until(lambda: not _runs(server))
+    wait_until(lambda: not is_running(server))
 
 
 def test_an_interpreter_without_vllm_is_named(tmp_path):
@@ -74,20 +73,6 @@ def test_the_plugin_is_found_by_its_entry_point_alone(launch, tmp_path):
 def test_no_interpreter_is_named(tmp_path):
     with pytest.raises(EngineError, match=r"can't run .*nothing-there.*--engine-python"):
         plugin_folder(str(tmp_path / "nothing-there"), tmp_path)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _until(happens) -> None:
-    deadline = time.monotonic() + 20
-    while not happens():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
 
 
 def test_arguments_of_the_user_go_to_the_server_as_they_are():
