@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.errors import ConfigError, ModelError
-from treadle.models.saving import new_folder
+from treadle.storage.new_folder import new_folder
 from treadle.storage.private_folder import cache_folder
 
 DOWNLOAD_TIMEOUT_SECONDS = 600

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,35 +12,10 @@ from treadle.errors import ConfigError, ModelError, first_line
 from treadle.models.load import DTYPES, build_on_meta, name_of, read_model
 from treadle.models.model_config import context_length, load_config
 from treadle.models.trainable import FULL
+from treadle.storage.new_folder import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `out`, which becomes `out` if all went well; else nothing is left behind.
-
-    Raises:
-        ConfigError: if `out` exists and is not an empty folder, or can't be written.
-    """
-    out = out.absolute()
-    try:
-        if os.path.lexists(out) and not out.is_dir():
-            raise ConfigError(f"{str(out)!r} is not a folder; choose another one")
-        if out.exists() and any(out.iterdir()):
-            raise ConfigError(f"{str(out)!r} is not empty; choose another folder")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name[:100]}-", dir=out.parent) as work:
-            folder = Path(work) / "model"  # with the usual mode; the one around it is private
-            folder.mkdir()
-            yield folder
-            if out.exists():
-                out.rmdir()
-            os.replace(folder, out)
-    except OSError as error:
-        reason = error.strerror or first_line(error)
-        raise ConfigError(f"{str(out)!r} can't be written ({reason}); choose another folder") from error
 
 
 def save_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> None:

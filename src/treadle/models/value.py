@@ -33,9 +33,7 @@ class ValueModel(nn.Module):
         self.model = model
         embeddings, output = embeddings_of(model), model.get_output_embeddings()
         if output is not None and output.weight is not embeddings:
-            # It never gets a gradient, so AdamW need not hold a state for it.
-            unused = {id(parameter) for parameter in output.parameters()}
-            FULL.freeze(model, {name for name, p in model.named_parameters() if id(p) in unused}.__contains__)
+            FULL.freeze(output, lambda _: True)  # it never gets a gradient: AdamW need not hold a state for it
         self.value_head = nn.Linear(embeddings.shape[1], 1, dtype=torch.float32, device=embeddings.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)

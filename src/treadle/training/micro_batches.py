@@ -102,19 +102,24 @@ class MicroBatches:
         return MicroBatch(tuple(samples), row, row.tokens + of_sample[part.sample_index[row.tokens]])
 
     def per_token(
-        self, batch: Batch, micro_batches: Iterable[MicroBatch], score: Callable[[PackedBatch], Sequence[Tensor]]
+        self,
+        batch: Batch,
+        micro_batches: Iterable[MicroBatch],
+        score: Callable[[PackedBatch], Sequence[Tensor]],
+        count: int = 1,
     ) -> list[Float[Tensor, " T"]]:
         """Run `score` over micro-batches of a batch without gradients.
 
         Args:
-            score: one or two numbers for each trained token of a row: one or two tensors [K].
+            score: `count` numbers for each trained token of a row: as many tensors [K].
+            count: how many.
         Returns:
             float32 [T] on the CPU for each, 0 at tokens that no micro-batch trains.
         """
-        out = [torch.zeros(batch.token_ids.shape[0]) for _ in range(2)]
+        out = [torch.zeros(batch.token_ids.shape[0]) for _ in range(count)]
         with torch.no_grad():
             for part in micro_batches:
-                for whole, found in zip(out, score(part.row.to(self.device)), strict=False):
+                for whole, found in zip(out, score(part.row.to(self.device)), strict=True):
                     whole[part.places] = found.float().cpu()
         return out
 

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,7 @@ from treadle.training.policy_loss import (
 )
 from treadle.training.ranks import Ranks, lost_ranks_are_named
 from treadle.training.reference import Reference, lent_to
-from treadle.training.rollout_plan import Planner, RankShare, objective_of
+from treadle.training.rollout_plan import Planner, RankShare
 from treadle.training.sharded_state import stored_parameters
 from treadle.training.tensor_files import Chosen
 from treadle.types import Group
@@ -80,7 +79,8 @@ class Trainer:
         self.model: PreTrainedModel = self.policy.model
         self.critic, self.teacher, self.reference = critic, teacher, reference
         self.config, self.arithmetic, self.warn = config, arithmetic, warn
-        self.objective = objective_of(config)
+        self.planner = Planner(config, arithmetic, warn=warn)  # of one process; with many ranks the driver has its own
+        self.objective = self.planner.objective
         self.micro_batches = MicroBatches(config.train, self.policy.grid.device, self.policy.ranks)
         needs = self.objective.needs
         assert not needs.ref_logprobs or reference is not None, "the objective needs a reference model"
@@ -96,11 +96,6 @@ class Trainer:
     @property
     def device(self) -> torch.device:
         return self.micro_batches.device
-
-    @cached_property
-    def planner(self) -> Planner:
-        """The planner of one process; with many ranks the driver has its own."""
-        return Planner(self.config, self.arithmetic, warn=self.warn)
 
     def train(self, groups: Sequence[Group], rollout_id: int = 0) -> list[Metric]:
         """Take the rollout's optimizer steps; failed samples are left out and counted. For one process."""
@@ -135,9 +130,9 @@ class Trainer:
         needs = self.objective.needs
         needs_old = needs.prior_logprobs or self.arithmetic.num_steps_per_rollout > 1
         if needs_old or needs.prior_entropy:
-            logprobs, entropy = self._scored(batch, passes, self.policy)
+            logprobs, *entropy = self._scored(batch, passes, self.policy, 2 if needs.prior_entropy else 1)
             batch = replace(
-                batch, old_logprobs=logprobs if needs_old else None, entropy=entropy if needs.prior_entropy else None
+                batch, old_logprobs=logprobs if needs_old else None, entropy=entropy[0] if entropy else None
             )
         if needs.ref_logprobs:
             assert self.reference is not None
@@ -192,12 +187,14 @@ class Trainer:
         """Return the logprobs of the trained tokens of a batch under `model`, float32 [T], 0 at the others."""
         return self._scored(batch, self.micro_batches.plan(batch, [range(len(batch))]), as_parallel(model))[0]
 
-    def _scored(self, batch: Batch, passes: Passes, model: ParallelModel) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropies of the trained tokens under `model`, each float32 [T], by one forward pass."""
+    def _scored(self, batch: Batch, passes: Passes, model: ParallelModel, count: int = 1) -> list[Tensor]:
+        """Return the logprobs of the trained tokens under `model`, and their entropies if `count` is 2; each is float32 [T]."""
         backend = self.config.model.attention_backend
-        found = self.micro_batches.per_token(batch, passes.all, lambda packed: packed_scores(model, packed, backend))
+        found = self.micro_batches.per_token(
+            batch, passes.all, lambda packed: packed_scores(model, packed, backend)[:count], count
+        )
         model.free_gathered()
-        return found[0], found[1]
+        return found
 
     def _steer_kl(self, metrics: Sequence[Metric], num_samples: int) -> list[Metric]:
         """Move the weight of KL towards its target for the next rollout, if there is a target."""
@@ -247,6 +244,10 @@ class Trainer:
             metric("train/skipped_steps", update.skipped),
         ]
 
+    def named(self, doing: str) -> AbstractContextManager[None]:
+        """Return a context in which the loss of another rank is reported with what this rank was doing."""
+        return lost_ranks_are_named(doing, self.policy.grid.world.rank, self.policy.grid.world.size)
+
     # Memory for others
 
     def sleep(self, *, force: bool = False) -> int:
@@ -265,9 +266,6 @@ class Trainer:
 
     # Checkpoints
 
-    def named(self, doing: str) -> AbstractContextManager[None]:
-        return lost_ranks_are_named(doing, self.policy.grid.world.rank, self.policy.grid.world.size)
-
     def state(self) -> dict[str, Any]:
         """Return the state beside weights that a resumed run needs, in JSON values."""
         state: dict[str, Any] = {"optimizer_steps": self.optimizer.num_steps}
@@ -275,7 +273,7 @@ class Trainer:
             state["critic_steps"] = self.critic.optimizer.num_steps
         if self.config.algorithm.kl_target is not None:
             state["kl_weight"] = self.objective.kl_weight
-        return {**state, **(self.planner.state() if self.policy.grid.world.is_alone else {})}
+        return {**state, **self.planner.state()}
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Set weights, AdamW state and schedule; raises `CheckpointError` for a checkpoint of another model."""
@@ -288,8 +286,7 @@ class Trainer:
         self.optimizer.num_steps = checkpoint.entry("optimizer_steps", int)
         if self.config.algorithm.kl_target is not None and "kl_weight" in checkpoint.state:
             self.objective = self.objective.with_kl_weight(checkpoint.entry("kl_weight", float))
-        if self.policy.grid.world.is_alone:
-            self.planner.load_state(checkpoint.state)
+        self.planner.load_state(checkpoint.state)
         if self.critic is not None:
             self.critic.load(checkpoint)
         if self.reference is not None:

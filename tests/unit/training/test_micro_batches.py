@@ -48,7 +48,7 @@ def test_a_rollout_is_split_step_by_step_and_its_tokens_keep_their_places(make_g
     assert held == [[1, 3], [], [4]]
     assert sorted(i for one in passes.rest for i in one.samples) == [0, 2]
     assert splits.plan(batch, [(3, 1)]).rest == ()
-    found = splits.per_token(batch, passes.all, lambda row: (row.targets + 1, row.targets + 2))
+    found = splits.per_token(batch, passes.all, lambda row: (row.targets + 1, row.targets + 2), 2)
     for added, numbers in enumerate(found, start=1):
         assert torch.equal(numbers, torch.where(batch.loss_mask, batch.token_ids + added, 0).float())
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +51,8 @@ class CpuHead:
 def _call(name: str, hidden: Tensor, weight: Tensor, **others: Tensor | None) -> None:
     """Call a function of head.cpp; `others` are tensors of `Head` by name."""
     sizes = {"rows": len(hidden), "size": hidden.shape[1], "vocab": len(weight)}
-    library: Any = head_library()
+    library = head_library()
+    assert library is not None, "`fits` comes first"
     getattr(library, name)(ctypes.byref(_Head(**addresses(hidden=hidden, weight=weight, **others), **sizes)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -62,6 +63,7 @@ def load(
     return library
 
 
+@functools.cache
 def structure(source: Path, name: str) -> Any:
     """Return the ctypes structure with the fields of a C++ structure, which are pointers, numbers and structures."""
     text = re.sub("//.*", "", source.read_text(encoding="utf-8"))

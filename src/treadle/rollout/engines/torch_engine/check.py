@@ -16,9 +16,8 @@ from torch import Tensor
 
 from treadle.errors import ModelError
 from treadle.models.architecture import TOLERANCE, Probe, token_gap
-from treadle.models.attention import PackedAttention
 from treadle.models.cpu.inference import InferenceModel, inference_model
-from treadle.models.forward import head_of, hidden_states
+from treadle.models.forward import embeddings_of, packed_logits
 from treadle.models.layout import PackedLayout
 from treadle.models.load import FORWARD_TOLERANCE
 from treadle.rollout.engines.torch_engine.attention import decode, prefill
@@ -56,8 +55,7 @@ def check_decode(model: PreTrainedModel, inference: InferenceModel) -> KVShape:
     """
 
     def packed(tokens: Tensor) -> Tensor:
-        layout = PackedLayout.of_lengths([len(tokens)], tokens.device)
-        return head_of(model).logits(hidden_states(model, tokens, layout.position_ids, PackedAttention(layout)))
+        return packed_logits(model, tokens, PackedLayout.of_lengths([len(tokens)], tokens.device))
 
     shape = token_shape(model)
     gaps = _gaps(model, inference, (6, 3), 3, packed)
@@ -87,7 +85,7 @@ def _gaps(
 
     Two samples of one prompt and one of another are generated, `new` tokens each.
     """
-    embeddings = next(model.get_input_embeddings().parameters())
+    embeddings = embeddings_of(model)
     device, vocabulary = embeddings.device, embeddings.shape[0]
     slots, lengths = torch.tensor([0, 1, 0], device=device), torch.tensor(prompts, device=device)
     texts = [

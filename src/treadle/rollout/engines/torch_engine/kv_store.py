@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ModelError
-from treadle.models.forward import attention_calls
+from treadle.models.forward import attention_calls, embeddings_of
 from treadle.rollout.engines.torch_engine.scheduler import EngineLimits, Request
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def token_shape(model: PreTrainedModel) -> KVShape:
             "engine can't store; choose --rollout-engine vllm or sglang"
         )
     size = max(call.head_dim for call in calls)
-    return KVShape(len(calls), heads[0], size, 0, 0, 1, 1, next(model.get_input_embeddings().parameters()).dtype)
+    return KVShape(len(calls), heads[0], size, 0, 0, 1, 1, embeddings_of(model).dtype)
 
 
 class Sequences:
