@@ -26,7 +26,7 @@ class Trainable(Protocol):
         ...
 
     def published(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Return the weights that engines receive, by the names that the engine's module has for them."""
+        """Return the weights that engines receive and a model folder holds, by the names that the engine's module has for them."""
         ...
 
     def untrained(self, model: nn.Module) -> dict[str, Tensor]:

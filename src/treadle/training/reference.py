@@ -53,9 +53,12 @@ class Reference:
         if self.decay is not None:
             self._weights = {name: p.float().clone() for name, p in self._parts()}
 
+    def _published(self) -> Mapping[str, Tensor]:
+        return self.parallel.trainable.published(self.model)
+
     def _parts(self) -> Iterator[tuple[str, Tensor]]:
         """Return this rank's part of each weight."""
-        return ((name, local_part(p.detach())) for name, p in self.model.named_parameters())
+        return ((name, local_part(p.detach())) for name, p in self._published().items())
 
     @property
     def moves(self) -> bool:
@@ -86,8 +89,7 @@ class Reference:
             return
         weights = self._weights or dict(self._parts())
         if self.parallel.is_sharded:
-            params = dict(self.model.named_parameters())
-            write_parts(folder, STEM, weights, params.__getitem__, self.parallel)
+            write_parts(folder, STEM, weights, self._published().__getitem__, self.parallel)
             return
         save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / f"{STEM}.safetensors")
 
@@ -97,7 +99,7 @@ class Reference:
         saved = TensorFiles(checkpoint.path, STEM)
         if not self.moves or not saved:
             return
-        for name, param in self.model.named_parameters():
+        for name, param in self._published().items():
             part = part_of(saved[name], param)
             local_part(param.detach()).copy_(part)
             if self._weights:

@@ -120,7 +120,8 @@ def write_model_folder(parallel: ParallelModel, body: PreTrainedModel, prefix: s
     weights under other names than it trains them (fused experts), or has buffers beside them, the first rank
     gathers all of them in host memory.
     """
-    params = {name: p for name, p in parallel.model.named_parameters() if name.startswith(prefix)}
+    published = parallel.trainable.published(parallel.model)
+    params = {name: weight for name, weight in published.items() if name.startswith(prefix)}
     device = parallel.grid.device
 
     def gather(name: str) -> Tensor:

@@ -34,7 +34,7 @@ from treadle.weights.parallel_copy import spread
 from treadle.weights.served_weights import SentWeights, ServedWeights
 from treadle.weights.tensor_layout import as_bytes
 from treadle.weights.transport import Transport
-from treadle.weights.version_folders import Base, Manifest, VersionWriter, check_files, read_manifest
+from treadle.weights.version_folders import Base, Manifest, VersionWriter, check_files, is_sound, read_manifest
 
 NAME = "disk-delta"
 FILE = "delta.safetensors"
@@ -43,7 +43,8 @@ FILE = "delta.safetensors"
 class DeltaSender:
     """The trainer's end. It holds a copy of the last version on the CPU, in the engine's dtype, to compare with.
 
-    It writes a snapshot first, then every `full_every` versions, and whenever a delta would not be smaller.
+    It writes a snapshot first, then every `full_every` versions, and whenever a delta would not be smaller. A version that is
+    offered again is written again, as a snapshot, only if its weights changed or its files are damaged.
     """
 
     def __init__(
@@ -66,11 +67,10 @@ class DeltaSender:
     def offer(self, version: int) -> Offer:
         self._weights.take(version)
         last, self._last = self._last, None  # until this version is written, `_held` matches no version on disk
-        is_repeat = last is not None and last.version == version
-        room = 0 if last is None or is_repeat or self._deltas + 1 >= self._full_every else self._weights.num_bytes
-        blocks = self._advance(room)
+        is_snapshot = last is None or last.version == version or self._deltas + 1 >= self._full_every
+        blocks = self._advance(0 if is_snapshot else self._weights.num_bytes)
         digest = digest_of_weights(self._digests)
-        if not (is_repeat and last is not None and last.digest == digest):
+        if last != Base(version, digest) or not is_sound(self._writer.folder, version):
             self._write(version, digest, None if blocks is None else last, blocks or {})
         self._last = Base(version, digest)
         self._writer.keep(self._keep)
@@ -113,10 +113,6 @@ class DeltaSender:
         size = sum(len(data) for found in changes.values() for _, data in found)
         self._writer.write(version, write, self._weights.num_bytes if base is None else size, base)
         self._deltas = 0 if base is None else self._deltas + 1
-
-    def start_over(self) -> None:
-        """Make the next push a snapshot, for an engine that refused the last delta."""
-        self._last = None
 
     def deliver(self) -> None:
         """Do nothing: the files hold everything."""

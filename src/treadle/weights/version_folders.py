@@ -177,3 +177,12 @@ def check_files(folder: Path, manifest: Manifest) -> list[Path]:
         if fault := fault_of_file(path, entry):
             raise EngineError(f"{path} is damaged: it {fault}; push version {manifest.version} again")
     return paths
+
+
+def is_sound(folder: Path, version: int) -> bool:
+    """Return True if a version is in the folder and its files match its manifest."""
+    try:
+        check_files(folder, read_manifest(folder, version))
+    except EngineError:
+        return False
+    return True
