@@ -1,7 +1,7 @@
 """Write docs/models.md: what Treadle does with every causal language model family of the installed transformers.
 
-Each family's config, of full size and with its default settings, goes through the checks that loading and `treadle plan`
-run; no weights are needed. Takes about a minute: `.venv/bin/python scripts/model_families.py > docs/models.md`.
+Each family's config, of full size and with its default settings, goes through the checks that loading and
+`treadle plan` run. No weights are needed. Takes a minute: `.venv/bin/python scripts/model_families.py > docs/models.md`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
-"""What a config lacks by default, and every published model of the family has."""
+"""Values that a config lacks by default, but every published model of the family has."""
 LONG_ROPE = {
     **ROPE,
     "rope_type": "longrope",
@@ -66,26 +66,26 @@ SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 CAUSES = {
-    "recurrent, convolutional or linear layers, which carry what they have read from one sequence to the next": """
+    "recurrent, convolutional or linear layers, which carry state from one packed sequence to the next": """
         bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h
         olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2""",
     "a bias by distance (ALiBi) in the attention mask": "bloom mpt",
-    "attention in chunks, which is in the mask only": "llama4 llama4_text",
+    "chunked attention, which is in the mask only": "llama4 llama4_text",
     "a mask that depends on keys (sparse or dynamic attention)": "axk2 deepseek_v32 doge glm_moe_dsa hy_v4",
     "attention sinks": "deepseek_v4 gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
     "attention of its own, not transformers' attention interface": "codegen falcon git gpt_neo gptj",
-    "attention that does not pass on what it is not told about": "moshi nemotron stablelm",
+    "attention that does not pass keyword arguments on": "moshi nemotron stablelm",
     "an encoder, or the decoder of an encoder-decoder model": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra ernie
         marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr
         xlm xlm-roberta xlm-roberta-xl xmod""",
 }
-"""What is known to be behind a refusal; the checks measure only that there is one."""
+"""Known causes of refusals; the checks measure only that a family fails."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is true of one family with one setting; a reason is empty if there is nothing to say."""
+    """Results of the checks of one family with one setting; `why` is empty if all pass."""
 
     name: str
     trains: bool

@@ -20,7 +20,7 @@ from treadle.errors import ConfigError
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that one algorithm reads: a field of `[algorithm]` and a keyword argument of the algorithm's function."""
+    """A number that one algorithm reads: a field of `[algorithm]` and a keyword argument of its function."""
 
     name: str
     default: float
@@ -30,9 +30,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a name without importing its function.
+    """Describes a registered name without importing its function.
 
-    `function` is the path of the function below the module of its kind, unless it is the record's name.
+    `function` is the path of the function inside `MODULE`. If it is empty, it is the record's name.
     """
 
     MODULE: ClassVar[str]
@@ -46,11 +46,11 @@ class Record:
 
     @property
     def all_read(self) -> tuple[str, ...]:
-        """The fields that have an effect with it."""
+        """The fields of `[algorithm]` that have an effect with this record."""
         return self.reads + tuple(parameter.name for parameter in self.parameters)
 
     def load(self, settings: Mapping[str, Any] | None = None) -> Any:
-        """Import the function and return it with its parameters bound, to their values in `settings` or to their defaults."""
+        """Import the function and return it with its parameters bound to `settings`, or else to their defaults."""
         found = pkgutil.resolve_name(f"{self.MODULE}:{self.function or self.name}")
         values = {p.name: (settings or {}).get(p.name, p.default) for p in self.parameters}
         return functools.partial(found, **values) if values else found
@@ -64,7 +64,7 @@ def _table(*records: R) -> Mapping[str, R]:
 
 
 def find(field_name: str, name: str, table: Mapping[str, R]) -> R:
-    """Return the record of this name, the value of `field_name`; raise `ConfigError` if there is none."""
+    """Return the record of a name, which is the value of `field_name`. Raises `ConfigError` if there is none."""
     if name not in table:
         raise ConfigError(f"{field_name} {name!r} is unknown; choose one of {', '.join(table)}")
     return table[name]
@@ -92,8 +92,8 @@ class Traits:
 class EstimatorRecord(Record, Traits):
     """An advantage estimator: `function` shapes the rewards of whole groups, `spread` lays them over the tokens.
 
-    `function` takes by name what it reads: fields of `AdvantageInputs` and `AdvantageSettings`, and `lengths`, the trained
-    tokens of each sample.
+    The parameters of `function` name what it reads: fields of `AdvantageInputs` and `AdvantageSettings`, and `lengths`,
+    the number of trained tokens of each sample.
     """
 
     MODULE = "treadle.algorithms.shaping"
@@ -187,7 +187,7 @@ KL_ESTIMATORS = _table(
     KLRecord("k1", "d = lp − lp_ref", unbiased_by_ratio=True),
     KLRecord("k2", "d² / 2"),
     KLRecord("k3", "exp(−d) − 1 + d", unbiased_by_ratio=True),
-    KLRecord("low_var_kl", "k3, clamped to ±10", unbiased_by_ratio=True),  # where it is not clamped
+    KLRecord("low_var_kl", "k3, clamped to ±10", unbiased_by_ratio=True),  # inside the clamp
     KLRecord("abs", "|d|", function="absolute"),
     KLRecord("k3+", "the value of k3 with the gradient of k2", function="k3_plus"),
 )
@@ -198,7 +198,7 @@ KL_ESTIMATORS = _table(
 
 
 class Level(StrEnum):
-    """What one correction weight is for."""
+    """The unit to which one correction weight applies."""
 
     TOKEN = "token"  # w of the token
     SEQUENCE = "sequence"  # exp Σ log w over the sample's trained tokens
@@ -218,8 +218,8 @@ class CorrectionSettings:
     """How tokens are weighted, and which are dropped.
 
     `reject_level` drops what lies outside [reject_low, reject_high] at that level; `veto_below` drops a whole sample if
-    any of its trained tokens has w below it. `batch_mean_one` divides the weights by their mean over the trained
-    tokens it is given, before anything is rejected.
+    any of its trained tokens has w below it. `batch_mean_one` divides the weights by their mean over the given trained
+    tokens before anything is rejected.
     """
 
     level: Level = Level.TOKEN
@@ -236,7 +236,7 @@ class CorrectionSettings:
         if not 0 <= self.low <= self.high or not 0 <= self.reject_low <= self.reject_high:
             raise ConfigError(
                 f"correction bounds must be 0 <= low <= high, got [{self.low}, {self.high}] "
-                f"and rejection [{self.reject_low}, {self.reject_high}]"
+                f"and rejection [{self.reject_low}, {self.reject_high}]; correct the bound that is out of order"
             )
 
 
@@ -265,7 +265,7 @@ CORRECTIONS = _table(
                      "Hilton et al. 2021, eq. 3, arXiv 2110.00641, as in AReaL 2025, eq. 5, arXiv 2505.24298",
                      settings=CorrectionSettings(Level.TOKEN, Bound.TRUNCATE, 0.0, math.inf)),
 )
-"""Values of `rollout_correction` with the usual numbers of each; w = exp(lp_old − lp_roll)."""
+"""Values of `rollout_correction` with the default settings of each; w = exp(lp_old − lp_roll)."""
 # fmt: on
 
 
@@ -274,7 +274,7 @@ CORRECTIONS = _table(
 
 @dataclass(frozen=True)
 class RewardRecord(Record):
-    """A built-in reward: `function` makes it from the settings of `[reward]`, once, in the process that runs it."""
+    """A built-in reward: `function` makes it from the settings of `[reward]`, once in each process that runs it."""
 
     MODULE = "treadle.rollout.rewards.builtin"
 
@@ -285,11 +285,11 @@ class RewardRecord(Record):
 # fmt: off
 REWARDS = _table(
     RewardRecord("math", "1 if the answer equals the label as mathematics", function="make_math", compares_label=True),
-    RewardRecord("last_number", "1 if the last number of the response is the label's", function="make_last_number",
+    RewardRecord("last_number", "1 if the last number of the response equals the label's", function="make_last_number",
                  compares_label=True, inline=True),
     RewardRecord("exact", "1 if the response is the label", function="make_exact", compares_label=True, inline=True),
     RewardRecord("regex", "1 if rm_regex matches somewhere in the response", function="make_regex"),
-    RewardRecord("reasoning_gym", "what the task's own verifier gives, 0 to 1", function="make_reasoning_gym"),
+    RewardRecord("reasoning_gym", "the score of the task's own verifier, 0 to 1", function="make_reasoning_gym"),
 )
 """Names for `rm_type`."""
 # fmt: on
@@ -300,7 +300,7 @@ REWARDS = _table(
 
 @dataclass(frozen=True)
 class EngineRecord(Record):
-    """An engine; `function` is the path of a server's kind below `treadle.rollout.engines`.
+    """An engine; for a server, `function` is the path of its `ServerKind` inside `treadle.rollout.engines`.
 
     `title` is the name of the server, `owned` are the server's arguments that Treadle sets itself.
     """
@@ -359,7 +359,7 @@ TRANSPORTS = _table(
     TransportRecord("auto", "shm on one node, broadcast between nodes"),
     TransportRecord("shm", "a mapped file in shared memory, for processes of one node"),
     TransportRecord("disk", "safetensors files in a folder that all nodes can read"),
-    TransportRecord("disk-delta", "what changed since the last version, in such a folder", function="disk_delta"),
+    TransportRecord("disk-delta", "the changes since the last version, in a shared folder", function="disk_delta"),
     TransportRecord("broadcast", "a process group of trainer and engines: gloo on CPUs, NCCL on GPUs"),
     TransportRecord("cuda_ipc", "handles of GPU memory, for an engine on the trainer's own GPU"),
 )

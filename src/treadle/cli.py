@@ -52,8 +52,8 @@ EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    The exit code is 0, 1 for a fault in Treadle itself, 2 for a user's mistake, 130 for Ctrl-C. With `TREADLE_TRACEBACK=1`
-    every exception is raised as it is.
+    The exit code is 0, 1 for an internal error, 2 for a user's mistake, 130 for Ctrl-C, or 141 for a closed pipe. With
+    `TREADLE_TRACEBACK=1` an internal error is raised with its traceback.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("treadle: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         _drop_output()
         return EXIT_BROKEN_PIPE
     except Exception as error:
@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Give a process that was started with a closed stdin, stdout or stderr an empty one.
+    """Open /dev/null for a stdin, stdout or stderr that was closed when the process started.
 
-    Otherwise the next file that is opened gets its number, and what any program prints ends up in it.
+    Otherwise the next file that is opened gets its descriptor, and printed text is written to that file.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -92,30 +92,31 @@ def _open_closed_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Discard what is still to be written to stdout, also by Python at its end."""
+    """Redirect stdout to /dev/null, so that Python can flush what is still buffered when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(text: str) -> None:
-    """Print a message whose words may come from files and models, so that none of them acts on the terminal.
+    """Print a message with control characters escaped: its words may come from files and models.
 
     The faults of a configuration are a line each; everything else is one line.
     """
-    from treadle.observe.show_text import shorten_middle, visible
+    from treadle.observe.show_text import shorten_middle
+    from treadle.printable_text import visible
 
     lines = [shorten_middle(visible(line), MAX_LINE_LENGTH) for line in text.split("\n  ")]
     print("treadle: " + "\n  ".join(lines), file=sys.stderr)
 
 
 def _show(page: str) -> None:
-    """Print a page whose words may come from files and models."""
-    from treadle.observe.show_text import visible
+    """Print a page with control characters escaped: its words may come from files and models."""
+    from treadle.printable_text import visible
 
     print("\n".join(visible(line) for line in page.rstrip("\n").split("\n")))
 
 
 def _last_resort(error: Exception) -> int:
-    """Report an unforeseen exception in one line: a machine that ran out of something, or else a fault in Treadle."""
+    """Report an unforeseen exception in one line: as lack of memory or disk space, or else as an internal error."""
     what = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "not enough memory" in what or "out of memory" in what:
         remedy = "`treadle plan` shows what a run takes; lower its batch sizes or use a smaller model"
@@ -209,7 +210,7 @@ def _config(words: list[str]) -> None:
 
         names = [word.removeprefix("--docs=") for word in words if word != "--docs"]
         if len(names) != 1 or names[0] not in PAGES:
-            raise ConfigError(f"--docs takes one page: {' or '.join(PAGES)}")
+            raise ConfigError(f"--docs takes one page: {' or '.join(PAGES)}, not {' '.join(names) or 'none'}")
         print(PAGES[names[0]](), end="")
         return
     config, _ = _load("config", words)
@@ -229,12 +230,12 @@ def _model(words: list[str]) -> None:
     parser = _Parser(prog="treadle model", description="Fetch, inspect and export models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     fetch = commands.add_parser("fetch", help="download a small bundled model")
-    fetch.add_argument("name", help="smollm2-135m-instruct")
-    fetch.add_argument("--out", type=Path, help="folder to put it in; the default is the cache")
+    fetch.add_argument("name", help="name of the model: smollm2-135m-instruct")
+    fetch.add_argument("--out", type=Path, help="folder to put it in (default: the cache)")
     info = commands.add_parser("info", help="show what a model folder holds")
     info.add_argument("path", help="model folder, hub id, or bundled name")
     to_hf = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
-    to_hf.add_argument("checkpoint", type=Path, help="one checkpoint, or a run or save folder for its newest")
+    to_hf.add_argument("checkpoint", type=Path, help="a checkpoint, or a run or save folder to take its newest from")
     to_hf.add_argument("out", type=Path, help="folder to write")
     to_hf.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: bfloat16")
     given = parser.parse_args(words)

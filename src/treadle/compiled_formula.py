@@ -1,9 +1,9 @@
 """Formulas that pass once over rows of numbers: compiled into one loop if that pays, else computed tile by tile.
 
-Written with torch's operations, a formula reads and writes memory once for each of them, and on a CPU that costs as much as
-the matmuls beside it. `torch.compile` makes one loop of it. Without a compiler, or for little work, the same operations pass
-over tiles that stay in the processor's cache. The engine compiles none of these, because its first token would wait; its
-compiled code is C++ files of `models/cpu`.
+As separate torch operations, a formula reads and writes memory once for each of them. On a CPU that costs as much as
+the matmuls beside it. `torch.compile` makes one loop of it. Without a compiler, or for little work, the same operations
+pass over tiles that stay in the processor's cache. The engine compiles none of these, because compiling would delay its
+first token. Its compiled code is the C++ files of `models/cpu`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from treadle.storage.private_folder import compile_cache
 CACHE_BYTES = 2 << 20
 """Tile budget in bytes: the L2 caches of two cores."""
 COMPILED_FROM = 1 << 18
-"""Size of a tensor from which a compiled loop pays: 0.1 ms on one core."""
+"""Number of elements from which a compiled loop pays: 0.1 ms on one core."""
 
 
 class OnePass:
-    """`formula(*by_row, *whole)`, which writes into its first arguments.
+    """Applies `formula(*by_row, *whole)`, which writes its results into its first arguments.
 
-    Row i of what it writes depends on row i of the other tensors in `by_row` and on all of `whole`. What it adds up over rows
-    it adds to a tensor in `whole`.
+    Row i of a result depends on row i of the other tensors in `by_row` and on all of `whole`. Sums over rows are added
+    to a tensor in `whole`.
     """
 
     def __init__(self, formula: Callable[..., None]):
@@ -69,7 +69,11 @@ class OnePass:
         try:
             self._compiled(*by_row, *parts)
         except torch._dynamo.exc.TorchDynamoException as error:  # nothing has run: the loop could not be made
-            warnings.warn(f"torch.compile failed, going on without it, slower: {str(error)[:300]}", stacklevel=2)
+            warnings.warn(
+                f"torch.compile failed, going on without it, slower: {str(error)[:300]}; mend the C++ compiler, or set "
+                "TORCH_COMPILE_DISABLE=1 to use none",
+                stacklevel=2,
+            )
             self._has_failed = True
             self._in_tiles(by_row, whole)
 
@@ -78,17 +82,15 @@ class OnePass:
 def keep_compiled_code_private() -> None:
     """Make torch keep what it compiles in a folder of this user, unless `TORCHINDUCTOR_CACHE_DIR` is set.
 
-    Torch runs what it finds in its cache, and its own folder has a name under which another user can create it first. Its
-    precompiled headers ignore the variable, so they are moved by hand.
+    Torch runs any code it finds in its cache, and another user can create its default folder first, because its name is
+    predictable. Torch's precompiled headers ignore the variable, so they are moved by hand.
     """
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     from torch._inductor import codecache, config
     from torch._inductor.runtime import cache_dir_utils, runtime_utils
 
-    if chosen in (
-        None,
-        cache_dir_utils.default_cache_dir(),
-    ):  # which torch writes into the variable when it is imported
+    # Importing torch writes its default folder into the variable.
+    if chosen in (None, cache_dir_utils.default_cache_dir()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache())
     modules: tuple[Any, ...] = (codecache, cache_dir_utils, runtime_utils)
     for module in modules:
@@ -120,7 +122,7 @@ def cpp_compiler() -> str | None:
 def tiles(count: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
     """Yield slices over `count` rows; `row_bytes` is what the operations on one row read and write.
 
-    One slice on anything but a CPU.
+    Other devices than a CPU get one slice.
     """
     step = max(1, CACHE_BYTES // max(1, row_bytes)) if device.type == "cpu" else max(1, count)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))

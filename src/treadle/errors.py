@@ -9,7 +9,7 @@ from __future__ import annotations
 def first_line(error: BaseException) -> str:
     """Return the first line of what an exception says, or its class if it says nothing.
 
-    A loader that asks for `trust_remote_code` gets our answer: code that lies in a model's folder is never run.
+    An error that asks for `trust_remote_code` is replaced: Treadle never runs code from a model's folder.
     """
     text = str(error)
     if "trust_remote_code" in text:
@@ -30,7 +30,7 @@ class DataError(TreadleError, ValueError):
 
 
 class ModelError(TreadleError, ValueError):
-    """A model folder is unusable, or the model does something Treadle does not know."""
+    """A model folder is unusable, or Treadle does not support the model's architecture."""
 
 
 class CheckpointError(TreadleError, RuntimeError):
@@ -66,4 +66,4 @@ class DeadlineError(TreadleError, TimeoutError):
 
 
 class RankError(TreadleError, RuntimeError):
-    """A process that trains with others lost them, or they do not fit together."""
+    """A train rank lost the connection to the other ranks."""

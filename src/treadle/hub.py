@@ -1,4 +1,4 @@
-"""Whether the model hub can be reached: asked once and briefly, since its client tries for half a minute per file."""
+"""Check once whether the model hub can be reached: its own client retries for half a minute per file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def work_offline_if_cut_off(name: str) -> None:
     """Have the hub's client use its cache alone, for the rest of this process, if the hub can't be reached.
 
     Args:
-        name: what is to be loaded; nothing is asked for a file or a folder of this machine.
+        name: the model or data set to load. Nothing is checked for a local file or folder.
     """
     if not Path(name).exists():
         _ask_once()
@@ -27,14 +27,14 @@ def _ask_once() -> None:
 
     if constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):
         return
-    os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that are started from here
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes
     constants.HF_HUB_OFFLINE = True
     if "datasets" in sys.modules:  # which copies the setting when it is imported
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
 
 
 def _answers(address: str) -> bool:
-    """Return whether a server answers in time, whatever it says; through the client, which knows of proxies."""
+    """Return whether a server answers in time with any status; the hub's client applies the proxy settings."""
     from huggingface_hub import get_session
 
     answered = threading.Event()

@@ -1,7 +1,7 @@
-"""Values as JSON types only, and how deep they may be nested.
+"""Reduce values to JSON types, and check how deep they are nested.
 
-Values are then the same on both sides of a process boundary. Rows are copied, written and sent by recursive code; one that
-is nested too deep would end the run when it is scored.
+Values of JSON types are the same on both sides of a process boundary. Rows are copied, written and sent by recursive
+code, so a row that is nested too deep would end the run when it is scored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Foreign text that acts on no terminal: models, data, and user's code may print anything."""
+"""Make text safe to show on a terminal: models, data and users' code may print anything."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _ACTING = re.compile(
     r"\ud800-\udfff\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
     r"\U000e0001-\U000e007f]"
 )
-"""What `visible` escapes, beside the characters that JSON escapes by itself."""
+"""The characters that `visible` escapes, without those that JSON escapes by itself."""
 
 
 def visible(text: str) -> str:
-    """Text on one line, with every control character shown as a sign or an escape instead of acting.
+    """Return text on one line, with every control character replaced by a symbol or an escape.
 
     >>> visible("a\\nb\\x1b[31mc")
     'a⏎b␛[31mc'
     """
-    if text.isprintable():  # which nothing that is escaped is: most text, quickly
+    if text.isprintable():  # most text: none of the characters that are escaped is printable
         return text
     return "".join(_visible_character(c) for c in text)
 
@@ -40,12 +40,12 @@ def _visible_character(character: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    """Return a line that a program printed as `visible` does, with its tabs."""
+    """Escape a printed line as `visible` does, but keep its tabs."""
     return "\t".join(visible(part) for part in text.split("\t"))
 
 
 def harmless_json(text: str) -> str:
-    r"""Return JSON text with those characters as JSON escapes: the values are the same, and showing the file is harmless.
+    r"""Escape in JSON text what `visible` escapes: its values stay the same, and the text is safe to show.
 
     >>> print(harmless_json('"a\x9bb\u202ec"'))
     "a\u009bb\u202ec"

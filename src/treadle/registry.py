@@ -31,7 +31,7 @@ from treadle.errors import ConfigError
 T = TypeVar("T")
 
 end_process = os._exit
-"""Ends the process even while a user's code runs, when `os._exit` itself raises (see `user_code`)."""
+"""The real `os._exit`: it ends the process even while a user's code runs, when `os._exit` raises (see `user_code`)."""
 
 _MAX_ERROR_CHARS = 300
 _MISSING = object()
@@ -58,7 +58,7 @@ def suggestion(name: str, known: Iterable[str], most_listed: int = 0) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception in one line: its type, its text, and the innermost place it was raised at."""
+    """Describe an exception for the end of a sentence: its type, its text, and the innermost place that raised it."""
     try:
         said = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     except Exception:  # an exception's own __str__ may raise
@@ -74,7 +74,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Return the `repr` of a value for a message, cut after 60 characters; what the value's own `__repr__` raises is raised.
+    """Return the `repr` of a value for a message, cut after 60 characters. Errors of its `__repr__` are passed on.
 
     >>> short_repr([1.5]), len(short_repr("x" * 99))
     ('[1.5]', 61)
@@ -92,7 +92,7 @@ _inside = threading.local()  # `pid`: the process in which this thread runs a us
 
 @functools.cache
 def _catch_exits() -> None:
-    """Make `os._exit` raise if a user's code calls it; everywhere else, forked children included, it ends the process."""
+    """Make `os._exit` raise if a user's code calls it. Elsewhere, and in forked children, it still ends the process."""
 
     def _exit(status: int) -> NoReturn:
         if getattr(_inside, "pid", None) == os.getpid():
@@ -104,10 +104,10 @@ def _catch_exits() -> None:
 
 @contextmanager
 def user_code(fault: Callable[[str], Exception]) -> Iterator[None]:
-    """Run a user's code; raise whatever it raises as `fault(what it did)`, a line that ends with where it happened.
+    """Run a user's code, and raise any exception of it as `fault(description)`; see `describe_error`.
 
-    `sys.exit`, `os._exit`, and every other `BaseException` count as faults: none may end a run as if it were done. A
-    Ctrl-C of the person at the keyboard is raised as the `KeyboardInterrupt` it is.
+    `sys.exit`, `os._exit`, and every other `BaseException` count as faults: none may end a run as if it were complete.
+    A real Ctrl-C stays a `KeyboardInterrupt`.
     """
     _catch_exits()
     before = getattr(_inside, "pid", None)
@@ -126,7 +126,7 @@ def user_code(fault: Callable[[str], Exception]) -> Iterator[None]:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Yield a list that is not empty once SIGINT has come; the handler in place is called as before."""
+    """Yield a list that is not empty once SIGINT has arrived; the installed handler is called as before."""
     seen: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -193,8 +193,8 @@ def check_name(kind: str, name: str, registry: Mapping[str, T]) -> None:
 def resolve(kind: str, name: str, registry: Mapping[str, T]) -> T:
     """Return the object that a config value names: a key of `registry`, `package.module:object` or `file.py:object`.
 
-    `kind` is the word for it in errors ("reward"). An object of the user's is returned as it is; the caller
-    checks what it gives back. Raises `ConfigError` that names the nearest registered name.
+    `kind` is the word for it in errors ("reward"). A user's object is returned unchecked; the caller checks its
+    results. Raises `ConfigError`, which suggests the nearest registered name.
     """
     if name in registry:
         return registry[name]

@@ -53,8 +53,8 @@ class Prompt:
 class SamplingParams:
     """How an engine picks tokens.
 
-    `temperature = 0` is greedy. `top_k = 0`, `top_p = 1` and `min_p = 0` turn that filter off. `seed` determines the tokens of
-    sample `i` of a request, independent of what else is in the batch. A stop string ends the text and is part of it.
+    `temperature = 0` is greedy. `top_k = 0`, `top_p = 1` and `min_p = 0` turn that filter off. `seed` determines the
+    tokens of sample `i` of a request, whatever else is in the batch. A stop string ends the text and is part of it.
     """
 
     max_new_tokens: int
@@ -88,8 +88,8 @@ class Completion:
 class Sample:
     """One finished (or aborted) trajectory; the four arrays have one entry per token of the whole sequence.
 
-    `loss_mask[t]` is True where token t is trained. `rollout_logprobs[t]` and `weight_versions[t]` belong to
-    token t itself and are 0 and `NO_VERSION` where no engine sampled it. `trajectory_id` names the rollout the
+    `loss_mask[t]` is True if token t is trained. `rollout_logprobs[t]` and `weight_versions[t]` belong to
+    token t itself and are 0 and `NO_VERSION` if no engine sampled it. `trajectory_id` names the rollout that the
     sample was cut from: samples that share one (fan-out) count once in the loss.
     """
 
@@ -114,7 +114,7 @@ class Sample:
 
     @property
     def response_length(self) -> int:
-        """How many tokens are trained."""
+        """Number of trained tokens."""
         return int(self.loss_mask.sum())
 
 
@@ -158,7 +158,7 @@ def sample_from_json(row: Mapping[str, Any]) -> Sample:
 
 
 def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
-    """Turn a prompt into JSON values; columns must be JSON-like (what JSON cannot hold is written as text)."""
+    """Turn a prompt into JSON values; values of columns that JSON can't hold are later written as text."""
     values = {name: getattr(prompt, name) for name in _PROMPT_KEYS}
     values |= {"token_ids": list(prompt.token_ids), "columns": dict(prompt.columns), "metadata": dict(prompt.metadata)}
     return values | {"messages": None if prompt.messages is None else [dict(m) for m in prompt.messages]}

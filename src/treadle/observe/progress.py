@@ -15,7 +15,7 @@ from treadle.observe.progress_rich import RichView
 from treadle.observe.progress_state import Phase, RunState
 from treadle.observe.report import Line, ShownSample, sample_lines, summary_lines
 from treadle.observe.safe_stream import SafeStream
-from treadle.observe.show_text import visible
+from treadle.printable_text import visible
 
 Mode = Literal["auto", "rich", "plain", "off"]
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from treadle.observe.progress_state import STEP_PHASES, Phase, RunState
 from treadle.observe.report import Line
 from treadle.observe.safe_stream import SafeStream
-from treadle.observe.show_text import clock, number, sparkline, visible
+from treadle.observe.show_text import clock, number, sparkline
+from treadle.printable_text import visible
 
 if TYPE_CHECKING:
     from rich.text import Text

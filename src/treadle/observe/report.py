@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treadle.observe.show_text import clock, number, shorten_middle, visible
+from treadle.observe.show_text import clock, number, shorten_middle
+from treadle.printable_text import visible
 
 MAX_TEXT = 320
 

@@ -1,13 +1,10 @@
-"""Numbers, times and foreign text as a terminal shows them, each short and harmless."""
+"""Format numbers, times and long texts for a terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from treadle.printable_text import visible
-
-__all__ = ["clock", "number", "percent", "shorten_middle", "sparkline", "visible"]
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -25,11 +22,10 @@ def shorten_middle(text: str, max_length: int) -> str:
     return f"{text[:start]} … {text[len(text) - (kept - start) :]}"
 
 
-def sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """Return a row of bars of at most `width` characters; longer histories are averaged into that many bars.
 
-    The scale runs from `low` to `high`, by default the smallest and largest value. Values that are not finite
-    are left out.
+    The scale runs from the smallest to the largest bar. Values that are not finite are left out.
 
     >>> sparkline([0.0, 0.5, 1.0], 10)
     '▁▅█'
@@ -42,12 +38,10 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None, hig
         bars.append(sum(part) / len(part))
     if not bars:
         return ""
-    bottom = min(bars) if low is None else low
-    top = max(bars) if high is None else high
-    if top <= bottom:
+    bottom, height = min(bars), max(bars) - min(bars)
+    if height == 0:
         return _SPARKS[0] * count
-    scaled = ((min(max(v, bottom), top) - bottom) / (top - bottom) for v in bars)
-    return "".join(_SPARKS[round(s * (len(_SPARKS) - 1))] for s in scaled)
+    return "".join(_SPARKS[round((v - bottom) / height * (len(_SPARKS) - 1))] for v in bars)
 
 
 def number(value: float | None) -> str:
