@@ -1,7 +1,7 @@
 """Write docs/models.md: what Treadle does with every causal language model family of the installed transformers.
 
 Each family's config, of full size and with its default settings, goes through the checks that loading and
-`treadle plan` run. No weights are needed. Takes a minute: `.venv/bin/python scripts/model_families.py > docs/models.md`.
+`treadle plan` run. No weights are needed; it takes about a minute. Run by `scripts/docs`.
 """
 
 from __future__ import annotations

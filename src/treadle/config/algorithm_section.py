@@ -39,7 +39,7 @@ _CLIPS = when(lambda c: not c.algorithm.truncates,
               "correction_bound = clip or mask, or drop it")
 _STEERED = when(lambda c: c.algorithm.weighs_kl,
                 "does nothing: there is no KL to steer; set kl_coef, or use_kl_loss with kl_loss_coef", together=True)
-_HORIZON = needs("kl_horizon", "the number of samples over which the weight of KL follows")
+_HORIZON = needs("kl_horizon", "the number of samples over which the weight of KL adapts")
 _POSITIVE = when(lambda c: c.algorithm.entropy_coef >= 0, "is negative: it pushes the entropy down", warn=True)
 _MANY_STEPS = when(lambda c: (found := known_arithmetic(c)) is None or found.num_steps_per_rollout > 1,
                    "does nothing with one optimizer step a rollout: the policy has not moved yet; set num_steps_per_rollout")
@@ -75,11 +75,11 @@ class AlgorithmSection(Section):
     kl_target: float | None = setting(None, _HORIZON, _STEERED, gt=0)
     """Steer the weight of KL so that train/kl (nats per trained token) reaches this target (needs kl_horizon)."""
     kl_horizon: int | None = setting(None, needs("kl_target", "the KL that the weight is steered to"), _STEERED, ge=1)
-    """Samples over which the steered weight of KL follows; a larger number is slower."""
+    """Samples over which the weight of KL adapts to kl_target; a larger number is slower (needs kl_target)."""
     opd_kl_coef: float = setting(0.0, needs("opd_teacher_load", "the model to distil from"), ge=0)
-    """On-policy distillation: subtract this times (logprob of the student − of the teacher) from each token's advantage."""
+    """On-policy distillation: subtract this times (student's − teacher's logprob) from each token's advantage."""
     kl_loss_type: str = setting("low_var_kl", given("use_kl_loss", warn=True), names=catalog.KL_ESTIMATORS)
-    """KL estimator of the loss; kl_coef always takes k1."""
+    """KL estimator of the loss; kl_coef always uses k1."""
     entropy_coef: float = setting(0.0, _POSITIVE)
     """Weight of the entropy bonus."""
     eps_clip: float = setting(0.2, read_by(POLICY_LOSSES, "eps_clip", warn=True), gt=0, le=1)
@@ -91,19 +91,20 @@ class AlgorithmSection(Section):
     custom_advantage_path: str | None = setting(None, path=True)
     """Your own advantages, `file.py:object`: a function of AdvantageInputs and settings, or an Estimator."""
     custom_loss_path: str | None = setting(None, path=True)
-    """Your own policy loss, `file.py:function`: PolicyLossInputs to PolicyLoss."""
+    """Your own policy loss, `file.py:function`: a function from PolicyLossInputs to PolicyLoss."""
     ref_update_interval: int | None = setting(None, _REFERENCE, alone("ref_ema_decay"), ge=1)
     """Set the reference model to the policy every this many rollouts."""
     ref_ema_decay: float | None = setting(None, _REFERENCE, gt=0, lt=1)
     """Let the reference model follow the policy as a moving average with this decay, once a rollout."""
     policy_loss: str | None = setting(None, alone("custom_loss_path"), names=POLICY_LOSSES)
-    """Policy loss. Default: the one the estimator is used with."""
+    """Policy loss. Default depends on the estimator."""
     use_unbiased_kl: bool = setting(False, _KL_LOSS)
     """Multiply the KL in the loss by the probability ratio, which makes it unbiased for tokens of the old policy."""
     rollout_correction: str | None = setting(None, names=catalog.CORRECTIONS)
     """Weight tokens by the trainer's over the engine's probability."""
     correction_bound: Literal["truncate", "clip", "mask"] | None = setting(None, _CORRECTION)
-    """`truncate` caps the weight from above, `clip` on both sides, `mask` drops the token. Default depends on the correction."""
+    """`truncate` caps the weight from above, `clip` on both sides, `mask` drops the token. Default depends on the
+    correction."""
     correction_low: float | None = setting(None, _CORRECTION, _CLIPS, _below("correction_high"), ge=0)
     """Lower bound of the weight. Default depends on the correction."""
     correction_high: float | None = setting(None, _CORRECTION, gt=0)
@@ -111,7 +112,8 @@ class AlgorithmSection(Section):
     correction_veto: float | None = setting(None, _CORRECTION, gt=0, lt=1)
     """Drop a sample in which the weight of any token is below this, for example 1e-4."""
     correction_reject_level: Literal["token", "sequence", "geometric"] | None = setting(None, _CORRECTION)
-    """Also drop tokens, or whole samples by the product or the geometric mean, whose weight is out of bounds."""
+    """Also drop what has a weight out of bounds: single tokens, or whole samples by the product (`sequence`) or the
+    geometric mean of their weights."""
     correction_reject_low: float | None = setting(None, _REJECTION, _below("correction_reject_high"), ge=0)
     """Lower bound of the weight at correction_reject_level."""
     correction_reject_high: float | None = setting(None, _REJECTION, gt=0)
@@ -119,7 +121,8 @@ class AlgorithmSection(Section):
     correction_batch_mean_one: bool = setting(False, _CORRECTION)
     """Divide the weights by their mean over the rollout's trained tokens."""
     m2po_threshold: float | None = setting(None, gt=0)
-    """Drop the tokens with the largest squared gap (trainer − engine logprob) until the mean is below this, usually 0.04."""
+    """Drop the tokens with the largest squared gap (trainer − engine logprob) until the mean is below this, usually
+    0.04."""
     opsm_delta: float | None = setting(None, _MANY_STEPS, gt=0)
     """Drop samples with a negative advantage that drifted further than this (nats per token)."""
     top_entropy_fraction: float | None = setting(None, gt=0, le=1)
@@ -142,7 +145,7 @@ class AlgorithmSection(Section):
 
     @property
     def loss(self) -> PolicyLossRecord | None:
-        """The record of the policy loss; None for the user's own, an unknown name, and if the estimator is not known."""
+        """The record of the policy loss; None for the user's own, for an unknown name, and for an unknown estimator."""
         if self.custom_loss_path is not None:
             return None
         return POLICY_LOSSES.get(self.policy_loss or (self.estimator.policy_loss if self.estimator else ""))
@@ -174,6 +177,6 @@ class CriticSection(Section):
     critic_lr_warmup_steps: int = setting(0, TRAINS_A_CRITIC, ge=0)
     """Optimizer steps of the critic's linear warm-up."""
     value_clip: float = setting(0.2, TRAINS_A_CRITIC, gt=0)
-    """The value loss does not reward moving a value further than this from the old one."""
+    """Clip range of the value loss: a value that moves further than this from the old one gains nothing more."""
     num_critic_only_steps: int = setting(0, TRAINS_A_CRITIC, _SHORTER, ge=0)
     """Rollouts at the start in which only the critic is trained."""

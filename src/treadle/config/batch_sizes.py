@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from treadle.config.sections import Config
 
 _MOST_TRIED = 100_000
-"""Numbers that are tried on each side when a divisor is looked for."""
+"""Numbers tried on each side of a number that should be a divisor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,7 @@ class BatchArithmetic:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """How long a run is, and where the number of rollouts comes from.
-
-    `leftover_prompts` fill no rollout and are not drawn (with num_epoch only).
-    """
+    """How long a run is; `leftover_prompts` fill no rollout and are not drawn (with num_epoch only)."""
 
     num_rollout: int
     optimizer_steps: int
@@ -60,9 +57,9 @@ class RunLength:
 
 
 def batch_arithmetic(config: Config) -> BatchArithmetic:
-    """Return the batch arithmetic; with neither global_batch_size nor num_steps_per_rollout a rollout is one optimizer step.
+    """Return the batch arithmetic of a configuration; raises `ConfigError` with the numbers if they don't agree.
 
-    Raises `ConfigError` with the numbers if they don't agree.
+    With neither global_batch_size nor num_steps_per_rollout, a rollout is one optimizer step.
 
         >>> from treadle.config import Config
         >>> print(batch_arithmetic(Config()))

@@ -1,11 +1,11 @@
-"""Check a configuration before anything starts: fields without an effect, unknown names, and the rules between fields."""
+"""Check a configuration before anything starts: fields without effect, unknown names, and rules between fields."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from treadle.config import rules_engine, rules_rollout, rules_run, rules_training  # noqa: F401
-from treadle.config.conditions import RULES, Condition, Finding, Part, fault, shown
+from treadle.config.conditions import RULES, Condition, Finding, Part, fault, filled, shown
 from treadle.config.fields import config_fields
 from treadle.config.secrets import without_secrets
 from treadle.config.sections import Config
@@ -19,7 +19,7 @@ _PART_OF_SECTION: dict[str, Part] = {
     "reward": "score",
     "engine": "all",
 }
-"""What a section's settings are for; the other sections are for a `run`."""
+"""The part for which a section's settings are checked; the other sections are checked for a `run`."""
 
 
 def check_config(config: Config, *, evaluation_only: bool = False) -> list[str]:
@@ -37,7 +37,7 @@ def check_config(config: Config, *, evaluation_only: bool = False) -> list[str]:
 
 
 def parts_of(config: Config, evaluation_only: bool = False) -> set[Part]:
-    """Return what a command does with this configuration."""
+    """Return the parts of a run that a command does with this configuration."""
     if evaluation_only:
         return {"all", "score", "eval"}
     parts: set[Part] = {"all", "run"}
@@ -52,7 +52,7 @@ def findings_of(config: Config, parts: set[Part]) -> list[Finding]:
 
 
 def unknown_names(config: Config, parts: set[Part]) -> Iterator[Finding]:
-    """Find fields whose value should be the name of an algorithm or a transport and is none; some take a path as well."""
+    """Find fields whose value is neither a registered name nor, if the field takes one, a path."""
     for field in config_fields().values():
         name = config.value(field.name)
         if not field.declared.names or not isinstance(name, str) or name in field.declared.names:
@@ -64,7 +64,7 @@ def unknown_names(config: Config, parts: set[Part]) -> Iterator[Finding]:
 
 
 def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
-    """Find fields that were changed and have no effect, by the first condition of each that does not hold."""
+    """Find fields that were changed but have no effect; each is reported by its first condition that does not hold."""
     idle: dict[Condition, dict[str, str]] = {}
     for field in config_fields().values():
         value = config.value(field.name)
@@ -74,7 +74,7 @@ def idle_settings(config: Config, parts: set[Part]) -> Iterator[Finding]:
                 idle.setdefault(condition, {})[field.name] = f"{field.name} = {written(shown(without_secrets(value)))}"
                 break
     for condition, fields in idle.items():
-        text = condition.message(config)
+        text = filled(condition.otherwise, config)
         if condition.together:
             text = "do" + text.removeprefix("does") if len(fields) > 1 and text.startswith("does") else text
             yield Finding(f"{', '.join(fields)} {text} ({', '.join(fields.values())})", not condition.warn)

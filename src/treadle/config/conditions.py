@@ -1,8 +1,9 @@
-"""What is checked of a configuration: when a field has an effect, and the rules between fields.
+"""The checks of a configuration: conditions under which a field has an effect, and rules between fields.
 
-A field declares its conditions itself: `setting(1.0, given("overlong_buffer_len"))`. One rule (`checks.idle_settings`) reports
-every field that was changed although a condition of it does not hold. Rules that no field can declare are in `rules_*.py`:
-rows of `refuse` and `warn_of`, and functions under `@rule`. A message names the value, the reason and the remedy.
+A field declares its conditions itself: `setting(1.0, given("overlong_buffer_len"))`. `checks.idle_settings` reports
+every field that was changed although one of its conditions does not hold. Rules that no field can declare are in
+`rules_*.py`: rows of `refuse` and `warn_of`, and functions under `@rule`. A message names the value, the reason and
+the remedy.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ if TYPE_CHECKING:
     from treadle.config.sections import Config
 
 Part = Literal["all", "run", "generate", "score", "train", "eval"]
-"""What a command does: `all` of them, a `run` (`treadle train`), which may generate, score and train, and `treadle eval`."""
+"""When a check applies: to `all` commands, to a `run` (`treadle train`) or one of its parts, or to `eval`."""
 
 
 class Options(TypedDict, total=False):
     """Keywords of every condition."""
 
-    warn: bool  # report it as a warning; otherwise it is a fault
+    warn: bool  # report a warning instead of a fault
     together: bool  # report all fields of this condition in one line
-    part: Part  # of a run for which it is reported; that of the field's section unless given
+    part: Part  # the part for which it is checked; by default that of the field's section
 
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """When a field has an effect, and what is said of it otherwise.
+    """A condition under which a field has an effect, and the message if it does not hold.
 
     `otherwise` continues a sentence that begins with the field: "does nothing without …"; see `filled`.
     """
@@ -42,18 +43,14 @@ class Condition:
     together: bool = False
     part: Part | None = None
 
-    def message(self, config: Config) -> str:
-        """Return `otherwise` with the values of this configuration."""
-        return filled(self.otherwise, config)
-
 
 def filled(text: str, config: Config) -> str:
-    """Return a text with the values that it names in braces: `{field}`, or `{section.property}` for what follows from fields."""
+    """Fill in the values that a text names in braces: `{field}`, or `{section.property}` for a derived value."""
     return text.format_map(dict(config) | {name: shown(value) for _, section in config for name, value in section})
 
 
 def shown(value: Any) -> str:
-    """Return a value as a recipe has it, but without quotation marks, and of a table its names; `none` if it is empty."""
+    """Return a value as in a recipe without quotation marks; of a table only its names, `none` for an empty value."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if value in (None, "", (), [], {}):
@@ -62,12 +59,12 @@ def shown(value: Any) -> str:
 
 
 def when(holds: Callable[[Config], bool], otherwise: str, **options: Unpack[Options]) -> Condition:
-    """It has an effect if `holds` says so."""
+    """Return the condition that `holds(config)` is true."""
     return Condition(lambda config, value: holds(config), otherwise, **options)
 
 
 def compared(sign: Literal["<", "<=", ">", ">="], name: str, otherwise: str, **options: Unpack[Options]) -> Condition:
-    """It is on this side of the field `name`; None, and 0 steps or rollouts, are no bound."""
+    """Return the condition that the value is on this side of the field `name`; None and 0 steps are no bound."""
     compare = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}[sign]
 
     def holds(config: Config, value: Any) -> bool:
@@ -78,36 +75,36 @@ def compared(sign: Literal["<", "<=", ">", ">="], name: str, otherwise: str, **o
 
 
 def given(*names: str, why: str = "", **options: Unpack[Options]) -> Condition:
-    """It has an effect if one of these fields is set."""
+    """Return the condition that one of these fields is set."""
     either = " or ".join(names)
     text = f"does nothing without {either}{why and ': ' + why}; set {either} too, or drop it"
     return when(lambda config: any(config.value(name) for name in names), text, **options)
 
 
 def needs(name: str, why: str, **options: Unpack[Options]) -> Condition:
-    """It is half of a setting: the field `name` must be set too."""
+    """Return the condition that the field `name`, the other half of a setting, is set too."""
     return when(lambda config: bool(config.value(name)), f"needs {name}, {why}", **options)
 
 
 def absent(name: str, why: str, **options: Unpack[Options]) -> Condition:
-    """It has an effect unless this field is set."""
+    """Return the condition that the field `name` is not set."""
     return when(lambda config: not config.value(name), f"does nothing with {name}: {why}; drop one of them", **options)
 
 
 def alone(name: str, why: str = "", **options: Unpack[Options]) -> Condition:
-    """It is another way to say what the field `name` says."""
+    """Return the condition that the field `name`, which sets the same in another way, is not set."""
     text = f"and {name} = {{{name}}} are both given{why and ': ' + why}; keep one of them"
     return when(lambda config: not config.value(name), text, **options)
 
 
 def choice(name: str, *values: str, **options: Unpack[Options]) -> Condition:
-    """It has an effect if the field `name` has one of these values."""
+    """Return the condition that the field `name` has one of these values."""
     text = f"does nothing with {name} = {{{name}}}; set {name} = {' or '.join(values)}, or drop it"
     return when(lambda config: config.value(name) in values, text, **options)
 
 
 def estimator(trait: str, why: str, **options: Unpack[Options]) -> Condition:
-    """It has an effect with the advantage estimators that have this trait, and with the user's own.
+    """Return the condition that the advantage estimator has this trait or is the user's own.
 
     In `why`, `{those}` stands for their names.
     """
@@ -118,7 +115,7 @@ def estimator(trait: str, why: str, **options: Unpack[Options]) -> Condition:
 
 
 def read_by(table: Mapping[str, Record], field: str, **options: Unpack[Options]) -> Condition:
-    """It has an effect with the estimators, or the policy losses, that read it, and with the user's own."""
+    """Return the condition that the estimator, or the policy loss, of the run reads the field or is the user's own."""
     those = ", ".join(name for name, record in table.items() if field in record.all_read)
     chosen = "policy loss {algorithm.loss.name}" if table is POLICY_LOSSES else "{advantage_estimator}"
 
@@ -144,19 +141,19 @@ IN_THE_RUN = compared(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence about the configuration; a fatal one stops the run before it starts."""
+    """One sentence about the configuration; a fatal one keeps the run from starting."""
 
     text: str
     fatal: bool
 
 
 def fault(text: str) -> Finding:
-    """Return a mistake, which stops the run before it starts."""
+    """Return a finding that keeps the run from starting."""
     return Finding(text, fatal=True)
 
 
 def warning(text: str) -> Finding:
-    """Return something that is probably not meant; the run goes on."""
+    """Return a finding that is only reported: a setting that is probably a mistake."""
     return Finding(text, fatal=False)
 
 
@@ -176,10 +173,10 @@ def rule(part: Part) -> Callable[[Rule], Rule]:
 
 
 def refuse(part: Part, found: Callable[[Config], Any], text: str) -> None:
-    """Add a rule: this text is a fault if `found` returns true; `{name}` in it stands for the value of the field `name`."""
+    """Add a rule that reports `text` as a fault if `found` returns true; see `filled` for the values in it."""
     rule(part)(lambda config: iter([fault(filled(text, config))] if found(config) else ()))
 
 
 def warn_of(part: Part, found: Callable[[Config], Any], text: str) -> None:
-    """Add a rule as `refuse` does, whose text is a warning."""
+    """Add a rule as `refuse` does that reports a warning."""
     rule(part)(lambda config: iter([warning(filled(text, config))] if found(config) else ()))

@@ -15,8 +15,8 @@ from treadle.errors import ConfigError
 
 # fmt: off
 _TEMPLATE = when(lambda c: c.data.apply_chat_template,
-                 "without apply_chat_template reaches only prompts that are lists of messages; set it, or plain text prompts "
-                 "go without it", warn=True, together=True)
+                 "without apply_chat_template reaches only prompts that are lists of messages, never plain text; set "
+                 "apply_chat_template", warn=True, together=True)
 _EVALUATED = given("eval_prompt_data", warn=True, together=True)
 _WHILE_TRAINING = when(lambda c: c.eval.eval_interval is not None,
                        "without eval_interval is used by `treadle eval` only, never while training; set eval_interval, or drop "
@@ -36,7 +36,8 @@ class DataSection(Section):
     prompt_data_weights: tuple[float, ...] = ()
     """Share of prompts drawn from each source. Default: by size."""
     input_key: str = "input"
-    """Column of the prompt: text, or a list of chat messages. A dotted key reads an object in a column, for all four keys."""
+    """Column of the prompt: text, or a list of chat messages. Here and in the other three keys, a dotted name reads a
+    value inside an object."""
     label_key: str | None = None
     """Column of the answer that rewards compare with, for example `answer` or `reward_model.ground_truth`."""
     metadata_key: str | None = None
@@ -51,7 +52,7 @@ class DataSection(Section):
     chat_template_kwargs: Annotated[tuple[str, ...], BeforeValidator(as_words)] = setting((), _TEMPLATE)
     """Variables of the chat template: `enable_thinking=false`, a JSON object, or a table in a recipe."""
     continue_final_message: bool = setting(False, _TEMPLATE)
-    """Let the model continue the last message of prompts that end with an assistant message. Otherwise they are refused."""
+    """Let the model continue the last message of prompts that end with an assistant message. Off refuses them."""
     prompt_suffix: str = ""
     """Text added to the end of each prompt (of the last user message)."""
     rollout_shuffle: bool = False
@@ -95,13 +96,13 @@ class EvalSection(Section):
     eval_top_k: int = setting(0, _EVALUATED, ge=0)
     """Keep the k most likely tokens in evaluation; 0 keeps all."""
     eval_max_response_len: int | None = setting(None, _EVALUATED, ge=1)
-    """Most new tokens in an answer. Default: rollout_max_response_len."""
+    """Maximum number of new tokens in an answer. Default: rollout_max_response_len."""
     eval_overrides: dict[str, EvalOverride] = setting(dict)
     """Per set (recipe only): `[eval.eval_overrides.NAME]` with any of the settings above."""
 
 
 def parse_eval_sets(entries: Sequence[str]) -> dict[str, str]:
-    """Return the sources by the name of their evaluation set, in the order given; only the first `=` of an entry counts.
+    """Return the sources by the name of their evaluation set, in order; the first `=` of an entry ends its name.
 
     Raises `ConfigError` for an entry without a name, a name twice, or a name that could not be part of a metric's name.
 
@@ -113,8 +114,8 @@ def parse_eval_sets(entries: Sequence[str]) -> dict[str, str]:
         name, _, source = entry.partition("=")
         if not _SET_NAME.fullmatch(name) or not source:
             raise ConfigError(
-                f"eval_prompt_data {entry!r} must be name=source (name: letters, digits, '_', '.', '-') but has no name; write "
-                f"name={entry}"
+                f"eval_prompt_data {entry!r} must be name=source (name: letters, digits, '_', '.', '-') but has no "
+                f"name; write name={entry}"
             )
         if name in sets:
             raise ConfigError(f"eval_prompt_data names {name!r} twice; give each set its own name")

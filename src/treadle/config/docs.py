@@ -18,8 +18,8 @@ _FLAGS = """\
 
 Every setting has one name. In a recipe it stands in its section (`[rollout]`, `rollout_batch_size = 16`), on the
 command line it is the flag (`--rollout-batch-size 16`). A flag wins over the recipe, the recipe over the default.
-A switch is turned on by `--name` and off by `--no-name`; a list takes several words (`--rm-type math exact`);
-`None` unsets what may be unset.
+A switch is turned on by `--name` and off by `--no-name`. A list takes several words (`--rm-type math exact`).
+`None` unsets a setting that has no value by default.
 """
 
 _METRICS = """\
@@ -27,8 +27,8 @@ _METRICS = """\
 
 <!-- Made by `treadle config --docs metrics`; edit the table in src/treadle/metrics.py instead. -->
 
-Every metric says how the numbers of many micro-batches or processes become one. A `<word>` in a name stands for any
-text. Fractions are between 0 and 1.
+The column "joined by" says how the numbers of many micro-batches or processes become one. A `<word>` in a name stands
+for any text. Fractions are between 0 and 1.
 """
 
 _ALGORITHMS = """\

@@ -1,4 +1,4 @@
-"""Every config field with what people need to know of it: flag, kind, bounds, default, meaning.
+"""Every config field with its flag, kind, bounds, default and meaning.
 
 The flags, their help, the docs page, the checks and the error messages all read this one table, made from the sections.
 """
@@ -50,7 +50,7 @@ class ConfigField:
 
     @property
     def recipe_only(self) -> bool:
-        """Tables have no flag."""
+        """True for a table, which has no flag."""
         return get_origin(self.value_type) is dict
 
     @property
@@ -64,7 +64,7 @@ class ConfigField:
 
     @property
     def description(self) -> str:
-        """What it does, from the text below the field, and the names it takes."""
+        """The field's help, and the names that it accepts."""
         names = f"One of: {', '.join(self.declared.names)}." if self.declared.names else ""
         return " ".join(f"{self.info.description or ''} {names}".split())
 

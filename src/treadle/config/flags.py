@@ -20,7 +20,7 @@ _NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
 
 def parse_flags(argv: Sequence[str], recipe: Mapping[str, Any], prog: str) -> Values:
-    """Return the raw values of the flags that were given, by field name: text, a tuple of text, or a bool for a switch.
+    """Return the raw values of the given flags by field name: text, a tuple of text, or a bool for a switch.
 
     `--help` prints the help, in which values of the recipe are the defaults, and raises `SystemExit`. Raises `ConfigError`
     for unknown flags (naming the nearest) and for a flag without its value.
@@ -57,7 +57,7 @@ def parse_flags(argv: Sequence[str], recipe: Mapping[str, Any], prog: str) -> Va
             values[field.name] = not name.startswith(("--no-", "--no_"))
             stray += given
         elif not given:
-            raise ConfigError(f"{field.flag} needs a value")
+            raise ConfigError(f"{field.flag} needs a value; write {field.flag} {field.metavar}")
         else:
             values[field.name] = given[0]
             stray += given[1:]
@@ -67,7 +67,7 @@ def parse_flags(argv: Sequence[str], recipe: Mapping[str, Any], prog: str) -> Va
 
 
 def _is_flag(word: str, after_engine: bool) -> bool:
-    """Return whether a word is no value; an engine's arguments may begin with one dash."""
+    """Return whether a word is a flag and no value; values of an engine's arguments may begin with one dash."""
     return word.startswith("--") if after_engine else word.startswith("-") and not _NEGATIVE_NUMBER.match(word)
 
 

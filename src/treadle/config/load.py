@@ -70,7 +70,7 @@ def _faults(field: ConfigField, error: ValidationError, recipe: Path | None) -> 
 
 
 def _named(field: ConfigField, value: Any, recipe: Path | None, inner: Sequence[str] = ()) -> str:
-    """Return a value with the field that holds it, as it was given on the command line or in the recipe, without secrets."""
+    """Return a field and its value as given on the command line or in the recipe, without secrets."""
     try:
         value = REDACTED if any(names_secret(part, "text") for part in inner) else without_secrets(value)
     except RecursionError:

@@ -20,7 +20,7 @@ from treadle.registry import nearest, suggestion
 from treadle.storage.regular_file import read_regular
 
 Values = dict[str, Any]
-"""Raw values by field name; a name says its section by itself."""
+"""Raw values by field name, which is unique across sections."""
 
 _MAX_RECIPE_BYTES = 1 << 24
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -41,7 +41,7 @@ def read_recipe(path: Path) -> Values:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        text = read_regular(path, _MAX_RECIPE_BYTES).decode("utf-8-sig")  # editors of Windows write a mark in front
+        text = read_regular(path, _MAX_RECIPE_BYTES).decode("utf-8-sig")  # Windows editors write a byte-order mark
     except FileNotFoundError:
         raise ConfigError(f"no recipe at {written(path)}{_siblings(path)}") from None
     except UnicodeDecodeError as error:
@@ -113,9 +113,9 @@ def _where(name: str) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Write the whole configuration as a recipe; `load_config` reads back the same one, but for secrets: they are left out.
+    """Write the whole configuration as a recipe, which `load_config` reads back; secrets are left out.
 
-    TOML has no `None`, so a field that is not set stands there as a comment.
+    TOML has no `None`, so a field that is not set is written as a comment.
     """
     sections = without_secrets(config.model_dump())
     return "\n\n".join(block for name in section_models() for block in _tables(name, sections[name])) + "\n"

@@ -41,7 +41,7 @@ class RolloutSection(Section):
     rollout_min_p: float = setting(0.0, ge=0, lt=1)
     """Keep tokens at least this share as likely as the most likely one."""
     rollout_max_response_len: int = setting(256, ge=1)
-    """Most new tokens in a sample."""
+    """Maximum number of new tokens in a sample."""
     rollout_stop: tuple[str, ...] = ()
     """Strings that end a sample."""
     rollout_stop_token_ids: tuple[int, ...] = ()
@@ -55,23 +55,23 @@ class RolloutSection(Section):
     over_sampling_batch_size: int | None = setting(None, _FILTER, _ALL_OF_A_BATCH, ge=1)
     """Prompts drawn at a time with a group filter. Default: rollout_batch_size."""
     max_filter_rounds: int = setting(4, _FILTER, ge=1)
-    """Draws of a rollout with a group filter; after them, dropped groups fill what is missing."""
+    """Rounds of drawing for a rollout with a group filter. After them, dropped groups fill the missing places."""
     max_running_requests: int = setting(256, ge=1)
-    """Most samples that the engine decodes at once."""
+    """Maximum number of samples that the engine decodes at once."""
     kv_cache_gib: float = setting(2.0, gt=0)
     """Memory for keys and values (GiB); bounds how many samples run at once."""
     max_concurrent_prompts: int | None = setting(None, _WITHIN_A_BATCH, ge=1)
-    """Most prompts in flight at once. Default: all of a rollout."""
+    """Maximum number of prompts in flight. Default: all of a rollout."""
     custom_env_path: str | None = setting(None, path=True)
-    """Your own environment, `file.py:object` or `package.module:object`: answers the model between its turns."""
+    """Your own environment, which answers the model between its turns: `file.py:object` or `package.module:object`."""
     env_max_turns: int = setting(8, _ENVIRONMENT, ge=1)
-    """Most turns of the model in a sample with an environment."""
+    """Maximum number of the model's turns in a sample with an environment."""
     env_timeout_seconds: float = seconds(60.0, _ENVIRONMENT)
-    """An environment that is slower than this marks its sample failed."""
+    """A sample whose environment takes longer than this (seconds) is marked failed."""
     max_failed_fraction: float = setting(0.5, ge=0, le=1)
-    """End the run if a larger share of a rollout's samples failed; 1 never does."""
+    """End the run if a larger share of a rollout's samples failed; 1 turns this off."""
     rollout_timeout_seconds: float = seconds(3600.0)
-    """Deadline of one rollout's generation and scoring."""
+    """Deadline of one rollout's generation and scoring (seconds)."""
 
 
 def _arguments(name: str, title: str) -> Any:
@@ -87,9 +87,9 @@ class EngineSection(Section):
     engine_python: str | None = setting(None, _SERVER, _STARTED, path=True)
     """Python interpreter that has the engine, for example `venv/bin/python`. Default: Treadle's own."""
     rollout_external_engine_addrs: tuple[str, ...] = setting((), _SERVER)
-    """Servers that run already, `host:port` each, instead of starting any."""
+    """Addresses of running servers, `host:port` each, to use instead of starting any."""
     engine_start_timeout_seconds: float = seconds(600.0)
-    """Deadline of starting an engine's server, or of reaching one that runs."""
+    """Deadline of starting an engine's server, or of reaching a running one (seconds)."""
     max_logprob_diff: float = setting(0.1, gt=0)
     """Warn if the mean gap between the trainer's and the engine's logprobs is above this (nats). bfloat16 alone makes up
     to 0.05."""
@@ -103,7 +103,7 @@ class RewardSection(Section):
     """How samples are scored."""
 
     rm_type: tuple[str, ...] = setting((), names=REWARDS, path=True)
-    """Rewards by name or as `package.module:function`; several are added by weight."""
+    """Rewards by name or as `package.module:function`; several are added with their rm_weights."""
     rm_weights: tuple[float, ...] = ()
     """Weight of each reward. Default: all 1."""
     custom_rm_path: str | None = setting(None, path=True)
@@ -111,7 +111,7 @@ class RewardSection(Section):
     rm_regex: str | None = setting(None, _HAS_REGEX)
     """Pattern of the `regex` reward: 1 if it matches somewhere in the response."""
     rm_timeout_seconds: float = seconds(30.0)
-    """A reward that is slower than this marks its sample failed."""
+    """A sample whose reward takes longer than this (seconds) is marked failed."""
     rm_num_workers: int = setting(1, ge=1)
     """Processes that run rewards."""
     reward_scale: float = setting(1.0, gt=0)
@@ -123,7 +123,8 @@ class RewardSection(Section):
     reward_clip_high: float | None = None
     """Upper bound of the scaled reward."""
     normalize_rewards_running: bool = False
-    """Then subtract the mean of all rewards of the run so far and divide by their standard deviation."""
+    """After scale, bias and clip, subtract the mean of the run's rewards so far and divide by their standard
+    deviation."""
 
     @property
     def targets(self) -> tuple[str, ...]:

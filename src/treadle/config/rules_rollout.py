@@ -49,11 +49,11 @@ refuse("all", lambda c: not c.model.hf_checkpoint,
 refuse("generate", lambda c: not c.data.prompt_data,
        "prompt_data is not given: name a .jsonl or .parquet file, a data set, or reasoning_gym:chain_sum")
 refuse("generate", lambda c: _is_greedy(c) and not c.debug.debug_rollout_only,
-       "rollout_temperature = 0 is greedy: the samples of a group would all be the same, and the logprobs are not those of a "
-       "policy; training needs more than 0 (debug_rollout_only may use it)")
+       "rollout_temperature = 0 is greedy: the samples of a group would all be the same, and the logprobs are not "
+       "those of a policy; training needs more than 0 (debug_rollout_only may use it)")
 warn_of("generate", lambda c: _is_greedy(c) and c.debug.debug_rollout_only and c.rollout.n_samples_per_prompt > 1,
-        "rollout_temperature = 0 is greedy: the n_samples_per_prompt = {n_samples_per_prompt} samples of a prompt are all the "
-        "same")
+        "rollout_temperature = 0 is greedy: the {n_samples_per_prompt} samples of a prompt are all the same; set "
+        "n_samples_per_prompt = 1, or a higher temperature")
 refuse("generate", _lacks_reward, _NO_REWARD)
 refuse("eval", _evaluation_lacks_reward, _NO_REWARD)
 refuse("eval", lambda c: not c.eval.eval_prompt_data,
@@ -161,9 +161,11 @@ def greedy_evaluation_takes_one_sample(config: Config) -> Iterator[Finding]:
             continue
         if (n := settings["n_samples_per_eval_prompt"]) > 1:
             yield warning(
-                f"evaluation set {name}: eval_temperature = 0 is greedy, so its {n} samples of a prompt are all the same"
+                f"evaluation set {name}: eval_temperature = 0 is greedy, so its {n} samples of a prompt are all the "
+                "same; set n_samples_per_eval_prompt = 1, or a higher temperature"
             )
         if settings["eval_top_p"] < 1 or settings["eval_top_k"] > 0:
             yield warning(
-                f"evaluation set {name}: eval_top_p and eval_top_k do nothing with eval_temperature = 0, which is greedy"
+                f"evaluation set {name}: eval_top_p and eval_top_k do nothing with eval_temperature = 0, which is "
+                "greedy; drop them, or set a higher temperature"
             )

@@ -17,7 +17,8 @@ def train_workers_fill_their_grid(config: Config) -> Iterator[Finding]:
         if count % (replicate * tensor):
             yield fault(
                 f"{group}_num_nodes × {group}_num_gpus_per_node = {count} {kind} workers can't be divided into "
-                f"fsdp_replicate_size × tensor_parallel_size = {replicate} × {tensor}"
+                f"fsdp_replicate_size × tensor_parallel_size = {replicate} × {tensor}; give sizes whose product "
+                f"divides {count}"
             )
 
 
@@ -32,24 +33,25 @@ def _hands_over_memory(config: Config) -> bool:
 
 # fmt: off
 refuse("run", lambda c: c.cluster.runtime == "ray" and _spreads_one_gpu_engines(c),
-       "rollout_num_gpus_per_engine = {rollout_num_gpus_per_engine}: the torch engine runs on one; leave it at 1 and raise "
-       "rollout_num_gpus")
+       "rollout_num_gpus_per_engine = {rollout_num_gpus_per_engine}, but a torch engine runs on one; leave it at 1 and "
+       "raise rollout_num_gpus")
 refuse("run", lambda c: c.cluster.runtime == "ray" and not _spreads_one_gpu_engines(c)
        and (c.cluster.rollout_num_gpus or 0) % c.cluster.rollout_num_gpus_per_engine,
-       "rollout_num_gpus = {rollout_num_gpus} is not a multiple of rollout_num_gpus_per_engine = {rollout_num_gpus_per_engine}")
+       "rollout_num_gpus = {rollout_num_gpus} is not a multiple of rollout_num_gpus_per_engine = "
+       "{rollout_num_gpus_per_engine}; change one of them")
 refuse("run", lambda c: c.cluster.runtime == "ray" and c.cluster.colocate
        and (c.cluster.rollout_num_gpus or 0) > c.cluster.num_shared_workers,
-       "rollout_num_gpus = {rollout_num_gpus} with colocate: the engines live on the {cluster.num_shared_workers} that train; "
-       "lower it, or drop colocate")
+       "rollout_num_gpus = {rollout_num_gpus} with colocate, but the engines share the {cluster.num_shared_workers} "
+       "that train; lower it, or drop colocate")
 refuse("run", lambda c: c.cluster.weight_transport == "cuda_ipc" and c.model.device == "cpu",
-       "weight_transport = cuda_ipc hands over GPU memory and device = cpu has none; take shm")
+       "weight_transport = cuda_ipc hands over GPU memory and device = cpu has none; use shm")
 refuse("run", lambda c: _hands_over_memory(c) and not c.cluster.colocate,
-       "weight_transport = cuda_ipc without colocate: engines are on other GPUs than the trainer; take broadcast")
+       "weight_transport = cuda_ipc without colocate: engines are on other GPUs than the trainer; use broadcast")
 refuse("run", lambda c: _hands_over_memory(c) and c.cluster.num_train_workers > 1,
        "weight_transport = cuda_ipc with {cluster.num_train_workers} train workers: their shards are put together in host "
-       "memory; take shm or broadcast")
+       "memory; use shm or broadcast")
 warn_of("eval", lambda c: c.cluster.runtime == "ray",
-        "runtime = ray does nothing here: treadle eval runs in one process")
+        "runtime = ray does nothing here: treadle eval runs in one process; drop it")
 # fmt: on
 
 

@@ -26,23 +26,23 @@ def _needs_parts(config: Config) -> bool:
 
 
 def _reads_saved_rollouts(config: Config) -> bool:
-    """True if the run takes its length from the saved rollouts."""
+    """Return whether the run takes its length from the saved rollouts."""
     return config.debug.debug_train_only and config.train.num_rollout is None
 
 
 def _unknown_rewards(config: Config) -> bool:
-    """True if samples have no reward; saved rollouts bring theirs."""
+    """Return whether samples have no reward; saved rollouts already hold theirs."""
     return not config.reward.targets and not config.debug.debug_train_only
 
 
 def _biases_kl(algorithm: AlgorithmSection) -> bool:
-    """True if the loss has a KL whose gradient is biased although it is multiplied by the ratio."""
+    """Return whether the loss has a KL whose gradient is biased although it is multiplied by the ratio."""
     found = KL_ESTIMATORS.get(algorithm.kl_loss_type)
     return algorithm.use_kl_loss and algorithm.use_unbiased_kl and found is not None and not found.unbiased_by_ratio
 
 
 def _rejects_nothing(algorithm: AlgorithmSection) -> bool:
-    """True if tokens are to be rejected and no bound can do it: no weight is below 0."""
+    """Return whether tokens are to be rejected but no bound can reject any; no weight is below 0."""
     low, high = algorithm.correction_reject_low, algorithm.correction_reject_high
     return bool(algorithm.rollout_correction and algorithm.correction_reject_level) and not low and high is None
 
@@ -59,11 +59,13 @@ warn_of("train", lambda c: c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef 
 warn_of("train", lambda c: _biases_kl(c.algorithm),
         f"use_unbiased_kl with kl_loss_type = {{kl_loss_type}} does not give the gradient of the KL; it does with {_UNBIASED}")
 warn_of("train", lambda c: c.algorithm.use_kl_loss and c.algorithm.kl_loss_type == "k1" and not c.algorithm.use_unbiased_kl,
-        "kl_loss_type = k1 in the loss holds nothing back: its gradient is 0 on average; add use_unbiased_kl, or use another")
+        "kl_loss_type = k1 in the loss holds nothing back: its gradient is 0 on average; add use_unbiased_kl, or set "
+        "another kl_loss_type")
 refuse("train", lambda c: c.algorithm.eps_clip == 1 and c.algorithm.eps_clip_high is None,
        "eps_clip = 1 leaves the ratio without a lower bound; set eps_clip_high, its upper bound, too")
 refuse("train", lambda c: c.algorithm.eps_clip_high is not None and c.algorithm.eps_clip_high < c.algorithm.eps_clip < 1,
-       "eps_clip_high = {eps_clip_high} is less than eps_clip = {eps_clip}; it is the wider, upper side of the clip range")
+       "eps_clip_high = {eps_clip_high} is less than eps_clip = {eps_clip}, but it is the wider, upper side of the "
+       "clip range; raise it, or lower eps_clip")
 refuse("train", lambda c: _rejects_nothing(c.algorithm),
        "correction_reject_level = {correction_reject_level} drops nothing without a bound; set correction_reject_low (above 0) "
        "or _high")
@@ -103,7 +105,7 @@ def batches_agree(config: Config) -> Iterator[Finding]:
     warmup, total = config.optim.lr_warmup_steps, (config.train.num_rollout or 0) * arithmetic.num_steps_per_rollout
     if 0 < total <= warmup:
         yield warning(
-            f"lr_warmup_steps = {warmup} is as long as the run ({total} optimizer steps): lr is never reached"
+            f"lr_warmup_steps = {warmup} is as long as the run ({total} optimizer steps): lr is never reached; lower it"
         )
 
 
@@ -114,10 +116,15 @@ def filter_sees_the_signal(config: Config) -> Iterator[Finding]:
     if config.algorithm.opd_kl_coef > 0 and _unknown_rewards(config):
         yield fault("group_filter zero_signal drops every group of a run without a reward; drop it")
     elif config.algorithm.opd_kl_coef > 0:
-        yield warning("group_filter zero_signal drops groups of equal rewards, which the teacher would still teach")
+        yield warning(
+            "group_filter zero_signal drops groups of equal rewards, which the teacher would still teach; drop it"
+        )
     if _needs_parts(config):
         name = config.algorithm.advantage_estimator
-        yield warning(f"group_filter zero_signal looks at the sum of the rewards, {name} at each of them")
+        yield warning(
+            f"group_filter zero_signal reads the sum of the rewards, {name} reads each of them: groups that would be "
+            "trained on may be dropped; drop the filter, or give your own"
+        )
 
 
 @rule("train")
@@ -152,7 +159,7 @@ def conditioned_rewards_are_read(config: Config) -> Iterator[Finding]:
 
 
 def ignores_scale(config: Config, traits: EstimatorRecord) -> bool:
-    """True if advantages are the same for rewards times any factor: something divides by their spread or mean."""
+    """Return whether advantages are the same for rewards times any factor: they are divided by a spread or a mean."""
     algorithm = config.algorithm
     if algorithm.overlong_buffer_len is not None or traits.needs_values:  # a penalty, or a value, of fixed size
         return False
@@ -165,7 +172,7 @@ def ignores_scale(config: Config, traits: EstimatorRecord) -> bool:
 
 
 def ignores_bias(config: Config, traits: EstimatorRecord) -> bool:
-    """True if advantages are the same for rewards plus any constant: a mean is subtracted from them."""
+    """Return whether advantages are the same for rewards plus any constant: a mean is subtracted from them."""
     if traits.needs_group:
         return not traits.divides_by_mean
     return not traits.needs_values and config.algorithm.gamma == 1 and traits.whitens

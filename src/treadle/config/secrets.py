@@ -1,4 +1,4 @@
-"""Which settings are secrets, and the configuration without them: secrets come from the environment and are never written."""
+"""Recognise settings that are secrets and leave them out: secrets come from the environment and are never written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _USER_IN_URL = re.compile(r"([a-z][\w+.-]*://)[^/\s@]+@", flags=re.IGNORECASE)
 def names_secret(name: str, value: Any) -> bool:
     """Return whether a setting of this name holds a secret: `hf_token`, `apiKey`, but not `max_tokens` or `label_key`.
 
-    A number or a switch is none, unless its name says password or secret.
+    A number or a switch is no secret, unless its name says password or secret.
     """
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if _ALWAYS & set(words):
@@ -44,7 +44,7 @@ def names_secret(name: str, value: Any) -> bool:
 
 
 def without_secrets(value: Any) -> Any:
-    """Return a value with every secret in it replaced: by its name in a table or in JSON text, or as the user of a URL."""
+    """Return a value with every secret replaced: settings in tables and JSON text by name, and the user in a URL."""
     return _redacted(value, "")[0]
 
 

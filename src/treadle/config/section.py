@@ -1,4 +1,4 @@
-"""What all sections of the configuration are, and how a field of one is declared."""
+"""The base class of all sections of the configuration, and the functions that declare their fields."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Declared:
-    """What a field says of itself beside its type, its default and its help; see `setting`."""
+    """What a field declares beside its type, its default and its help; see `setting`."""
 
     only_with: tuple[Condition, ...] = ()
     path: bool = False
@@ -53,11 +53,11 @@ def setting(
     """Declare a field of a section.
 
     Args:
-        default: its value unless given; a `dict` class is called.
+        default: the default value, or `dict` for an empty table.
         only_with: conditions under which the field has an effect; the first that does not hold is reported.
-        path: its text is a path, or may be one: `~` in front stands for the home folder.
-        names: records of the names it takes.
-        help: its help, unless that is the text below the field.
+        path: the text is or may be a path, in which a leading `~` is the home folder.
+        names: records of the names that the field accepts.
+        help: the help, unless it is the text below the field.
         bounds: `gt`, `ge`, `lt`, `le` of a number.
     """
     extra: dict[str, Any] = {"declared": Declared(only_with, path, names or {}, bounds)}

@@ -1,8 +1,8 @@
 """The settings of a run: one frozen section per owner, joined in `Config`.
 
-A field name is unique across sections, so it is also the flag (`rollout_batch_size` is `--rollout-batch-size`); a recipe
-groups the same names under `[section]`. The text below a field is its help. Conditions on a field say when it has an effect;
-rules that join fields of several sections are in `rules_*.py`.
+A field name is unique across sections, so it is also the flag (`rollout_batch_size` is `--rollout-batch-size`). A
+recipe groups the same names under `[section]`. The text below a field is its help. Conditions on a field say when it
+has an effect; rules between fields of several sections are in `rules_*.py`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class ModelSection(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     fused_ops: bool = True
-    """Compute norms, attention projections and MLP in training, and on a CPU the engine's whole layers, with fewer and larger
-    operations if the architecture is known. Off runs the module as it is."""
+    """Use fewer and larger operations if the architecture is known: for norms, attention projections and MLPs in
+    training, and on a CPU for the engine's whole layers. Off runs the model's own modules."""
     attention_backend: Literal["auto", "batched", "sdpa"] = "auto"
-    """How packed sequences attend: `batched` multiplies similar lengths together, `sdpa` makes one call per sequence. `auto`
-    is one compiled call in bfloat16 on a CPU with GCC and bfloat16 instructions, and otherwise chooses between the two."""
+    """Attention of packed sequences: `batched` multiplies similar lengths together, `sdpa` makes one call per sequence.
+    `auto` is one compiled call in bfloat16 on a CPU with GCC and bfloat16 instructions, else one of the two."""
 
 
 class OptimSection(Section):
@@ -82,7 +82,7 @@ class OptimSection(Section):
     adam_beta2: float = setting(0.95, ge=0, lt=1)
     """Decay of the squared gradient mean."""
     adam_eps: float = setting(1e-8, gt=0)
-    """Added to the denominator."""
+    """Constant added to AdamW's denominator."""
     clip_grad: float = setting(1.0, gt=0)
     """Clip the gradient to this global norm."""
 
@@ -95,7 +95,7 @@ class TrainSection(Section):
     num_epoch: int | None = setting(None, ge=1)
     """Passes over the data, instead of num_rollout."""
     start_rollout_id: int | None = setting(None, _IN_RANGE, _NO_CHECKPOINT, ge=0)
-    """First rollout id; a loaded checkpoint sets it."""
+    """Id of the first rollout. A loaded checkpoint sets it."""
     global_batch_size: int | None = setting(None, ge=1)
     """Samples in an optimizer step."""
     num_steps_per_rollout: int | None = setting(None, ge=1)
@@ -105,7 +105,8 @@ class TrainSection(Section):
     max_tokens_per_gpu: int = setting(8192, given("use_dynamic_batch_size", warn=True), ge=1)
     """Tokens in a micro-batch; a sample that is longer makes a micro-batch of its own."""
     skip_zero_advantage: bool = True
-    """Leave samples without advantage out of forward and backward if they add nothing to the loss: same gradient, less work."""
+    """Leave samples without advantage out of forward and backward if they add nothing to the loss: same gradient, less
+    work."""
     micro_batch_size: int | None = setting(None, _FIXED_SIZE, ge=1)
     """Samples in a micro-batch, with --no-use-dynamic-batch-size."""
     seed: int = setting(1234, ge=0)
@@ -113,7 +114,7 @@ class TrainSection(Section):
 
 
 class ParallelSection(Section):
-    """How many ranks share a model; the grid is replicate × shard × tensor, shards are what the others leave."""
+    """How ranks share a model: a grid of replicate × shard × tensor, in which the other two sizes leave the shards."""
 
     fsdp_replicate_size: int = setting(1, ge=1)
     """Copies of the sharded model (HSDP): weights are sharded inside a copy, gradients are averaged over all."""
@@ -122,9 +123,10 @@ class ParallelSection(Section):
     fsdp_cpu_offload: bool = False
     """Keep shards, gradients and AdamW in host memory and step there: slower, but larger models fit."""
     fsdp_sync_every_micro_batch: bool = False
-    """Reduce gradients after each micro-batch instead of once a step: more traffic, but no rank holds a whole gradient."""
+    """Reduce gradients after each micro-batch instead of once a step: more traffic, but no rank holds a whole
+    gradient."""
     distributed_timeout_seconds: float = seconds(600.0)
-    """Abort a collective that any rank joins later than this."""
+    """Abort a collective if any rank joins it later than this (seconds)."""
 
 
 class CheckpointSection(Section):

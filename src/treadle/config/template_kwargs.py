@@ -27,7 +27,7 @@ def as_words(value: Any) -> Any:
 
 
 def template_kwargs(words: Sequence[str]) -> dict[str, Any]:
-    """Return the variables that words `name=JSON` name.
+    """Return the variables that words `name=JSON` set.
 
     >>> template_kwargs(("enable_thinking=false",))
     {'enable_thinking': False}
@@ -55,7 +55,7 @@ def _table(text: str) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(f"x = {text}")["x"])
     except (ValueError, RecursionError, TypeError, KeyError):
-        raise ValueError("is no JSON object and no TOML table") from None
+        raise ValueError('is no JSON object and no TOML table; write {"name": value} or name=value') from None
 
 
 def _checked_name(name: Any) -> str:
@@ -63,5 +63,5 @@ def _checked_name(name: Any) -> str:
         remedy = f"; use {_FLAGS[name]}" if _FLAGS.get(name) else ""
         raise ValueError(f"{name} is set by Treadle itself{remedy}")
     if not str(name).isidentifier():
-        raise ValueError(f"{name!r} is no name of a variable")
+        raise ValueError(f"{name!r} is no name of a variable; use letters, digits and _")
     return str(name)

@@ -15,7 +15,7 @@ _MAX_SHOWN = 80
 
 
 def check_value(value: Any) -> Any:
-    """Return the value; raise `ValueError` for numbers that no tensor holds and for text that is not UTF-8, also inside it."""
+    """Return the value. Raises `ValueError` if a number in it fits in no tensor, or a text in it is not UTF-8."""
     if isinstance(value, int) and not MIN_INTEGER <= value <= MAX_INTEGER:
         raise ValueError(f"must fit in 64 bits ({MIN_INTEGER} to {MAX_INTEGER})")
     if isinstance(value, float) and abs(value) > MAX_FLOAT:
@@ -35,7 +35,7 @@ def check_value(value: Any) -> Any:
 def expand_paths(value: Any, *, named: bool = False) -> Any:
     """Return a path, or each of a tuple of paths, with `~` expanded; `named` is for `name=path`.
 
-    Raises `ValueError` for what can be no path.
+    Raises `ValueError` if a text can't be a path.
     """
     if isinstance(value, tuple):
         return tuple(_expand(text, named) for text in value)
@@ -49,7 +49,9 @@ def _expand(text: str, named: bool) -> str:
         try:
             path = str(Path(home).expanduser()) + slash + rest
         except RuntimeError:
-            raise ValueError(f"names the home folder of {home[1:] or 'nobody'!r}, a user who is not there") from None
+            raise ValueError(
+                f"names the home folder of {home[1:]!r}, which does not exist; write the path out"
+            ) from None
     if "\0" in path:
         raise ValueError("must be a path, without a zero byte")
     names = [len(os.fsencode(part)) for part in path.split("?", 1)[0].split("/")]
@@ -65,7 +67,7 @@ def first_few(faults: Sequence[str], most: int = 3) -> list[str]:
 
 
 def written(value: Any) -> str:
-    r"""Return a value for a message: on one line, harmless, and not longer than a line.
+    r"""Return a value for a message: on one line, with control characters escaped, and cut after 80 characters.
 
     >>> written("a\nb"), written("x" * 200)[-21:], written(3)
     ("'a\\nb'", 'xxx… (200 characters)', '3')

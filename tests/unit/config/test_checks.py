@@ -4,6 +4,7 @@ import pytest
 
 from treadle.catalog import ESTIMATORS
 from treadle.config import Config, check_config, load_config, parse_eval_sets
+from treadle.config.conditions import filled
 from treadle.config.fields import config_fields
 from treadle.errors import ConfigError
 
@@ -237,4 +238,4 @@ def test_every_condition_has_its_message():
     """Values of fields stand in it in braces; a name that is no field would be an error in front of the user."""
     for field in config_fields().values():
         for condition in field.declared.only_with:
-            assert condition.message(Config()).strip()
+            assert filled(condition.otherwise, Config()).strip()

@@ -62,7 +62,7 @@ def test_a_plain_run_with_sglang_has_no_findings(findings):
         ({"engine_python": "p"}, "engine_python does nothing with rollout_engine = torch"),
         ({"vllm": {"x": "1"}}, "vllm does nothing with rollout_engine = torch"),
         ({"rollout_external_engine_addrs": ("a:1",)}, "rollout_external_engine_addrs does nothing"),
-        ({**VLLM, "vllm": {"max-num-seqs": "3"}}, "--vllm-max-num-seqs is not yours to give"),
+        ({**VLLM, "vllm": {"max-num-seqs": "3"}}, "--vllm-max-num-seqs can't be given"),
         ({**VLLM, "vllm": {"trust_remote_code": True}}, "--vllm-trust-remote-code would run code"),
         ({**VLLM, "vllm": {"hf_token": "hf_x"}}, "--vllm-hf-token holds a secret"),
         ({**VLLM, "vllm": {"hf-token": "hf_x"}}, "set the server's variable in the environment"),
@@ -86,7 +86,7 @@ def test_a_plain_run_with_sglang_has_no_findings(findings):
             }.items()
         ),
         ({**SGLANG, "sglang": {"trust-remote-code": True}}, "--sglang-trust-remote-code would run code"),
-        ({**SGLANG, "sglang": {"model-path": "x"}}, "--sglang-model-path is not yours to give"),
+        ({**SGLANG, "sglang": {"model-path": "x"}}, "--sglang-model-path can't be given"),
         ({**SGLANG, "vllm": {"x": "1"}}, "vllm does nothing with rollout_engine = sglang; set rollout_engine = vllm"),
         ({**VLLM, "sglang": {"x": "1"}}, "sglang does nothing with rollout_engine = vllm"),
         ({**VLLM, "weight_transport": "disk-delta"}, "weight_transport = disk-delta does not reach servers of vLLM"),

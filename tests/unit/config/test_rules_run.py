@@ -6,8 +6,8 @@ from treadle.config.checks import findings_of
 
 FAULTS = [
     ({"max_lag": 1}, "max_lag = 1 needs runtime = ray"),
-    ({"runtime": "ray", "rollout_num_gpus_per_engine": 2}, "the torch engine runs on one"),
-    ({"runtime": "ray", "colocate": True, "rollout_num_gpus": 2}, "the engines live on the 1 that train"),
+    ({"runtime": "ray", "rollout_num_gpus_per_engine": 2}, "a torch engine runs on one"),
+    ({"runtime": "ray", "colocate": True, "rollout_num_gpus": 2}, "the engines share the 1 that train"),
     ({"runtime": "ray", "colocate": True, "max_lag": 1}, "max_lag = 1 with colocate"),
     (
         {"runtime": "ray", "actor_num_nodes": 2, "critic_num_nodes": 3, "tensor_parallel_size": 2},
@@ -23,8 +23,11 @@ FAULTS = [
         {"runtime": "ray", "colocate": True, "weight_transport": "cuda_ipc", "actor_num_nodes": 2},
         "weight_transport = cuda_ipc with 2 train workers",
     ),
-    ({"runtime": "ray", "ray_address": "nonsense"}, "ray_address = nonsense is no address of a Ray; give host:port"),
-    ({"runtime": "ray", "ray_address": "ray://head:10001"}, "is no address of a Ray"),
+    (
+        {"runtime": "ray", "ray_address": "nonsense"},
+        "ray_address = nonsense is not the address of a Ray cluster; give host:port",
+    ),
+    ({"runtime": "ray", "ray_address": "ray://head:10001"}, "is not the address of a Ray cluster"),
 ]
 WARNINGS = [
     ({"rollout_num_gpus": 2, "colocate": True}, "rollout_num_gpus, colocate do nothing with runtime = local"),

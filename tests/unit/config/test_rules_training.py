@@ -93,7 +93,7 @@ def test_fault(argv, parts):
     ("argv", "part"),
     [
         (f"{TEACHER} --group-filter zero_signal", "the teacher would still teach"),
-        ("--advantage-estimator gdpo --rm-type math exact --group-filter zero_signal", "gdpo at each of them"),
+        ("--advantage-estimator gdpo --rm-type math exact --group-filter zero_signal", "gdpo reads each of them"),
         *(
             (
                 f"--use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl --kl-loss-type {name}",
