@@ -1,4 +1,4 @@
-"""Messages and text to token ids, and back; the only user of tokenizers."""
+"""Convert messages and text to token ids, and back; the only user of tokenizers."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Codec:
         return bool(self.tokenizer.chat_template)
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of a plain text prompt, with what the tokenizer puts before a text by itself.
+        """Return the token ids of a plain text prompt, with the special tokens that the tokenizer puts before a text.
 
-        A text that starts with that already, as pre-rendered prompts do, gets it once. What the tokenizer puts behind
-        a text, such as an end of sequence, is left out: the prompt goes on.
+        A text that already starts with them, such as a pre-rendered prompt, is not given them twice. Special tokens
+        that the tokenizer puts behind a text, such as an end of sequence, are left out: the prompt goes on.
 
         Raises:
             ModelError: if the tokenizer can't encode the text.
@@ -76,7 +76,7 @@ class Codec:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        except Exception as error:  # one without an unknown token raises for characters it does not have
+        except Exception as error:  # a tokenizer without an unknown token raises for characters it lacks
             raise ModelError(
                 f"the tokenizer of {self.name!r} can't encode {text[:40]!r}: {first_line(error)}"
             ) from error
@@ -88,19 +88,19 @@ class Codec:
         *,
         continue_final: bool = False,
     ) -> str:
-        """Return messages as the text the model sees, ending where its answer begins.
+        """Return messages as the text that the model reads, up to the point at which its answer begins.
 
         Args:
             messages: the conversation.
             tools: JSON schemas of the functions that the model may call.
             continue_final: end inside the last message, which the model continues, instead of with a new answer.
         Raises:
-            ModelError: if there is no chat template, it refuses the messages, or it has to be stopped.
+            ModelError: if there is no chat template, or it refuses the messages or has to be stopped.
         """
         if not self.has_chat_template:
             raise ModelError(
-                f"the tokenizer of {self.name!r} has no chat template; use plain text prompts without --apply-chat-template, "
-                "or an instruct model"
+                f"the tokenizer of {self.name!r} has no chat template; use plain text prompts without "
+                "--apply-chat-template, or an instruct model"
             )
         given = [dict(message) for message in messages]
         if continue_final:
@@ -118,7 +118,8 @@ class Codec:
         head, found, behind = text.rpartition(_CONTINUED.strip())
         if not found:
             raise ModelError(
-                f"the chat template of {self.name!r} does not keep the last message; it can't be continued"
+                f"the chat template of {self.name!r} does not keep the last message, which can't be continued then; "
+                "leave out --continue-final-message"
             )
         return head if behind.startswith(" ") else head.rstrip()  # a template that strips contents strips this one
 
@@ -139,7 +140,7 @@ class Codec:
         return self._templates[template].render(context)
 
     def encode_reply(self, turn: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the token ids between a turn the model sampled and its next one: the end of the turn, then the messages.
+        """Return the token ids between a sampled turn and the model's next one: the turn's end, then the messages.
 
         The chat template renders the messages after an answer. What its text there and the sampled turn have in common,
         usually the end-of-turn token, is left out. A turn that ended otherwise (by a stop string, or by another
@@ -156,7 +157,10 @@ class Codec:
         whole = self.render_messages([*before, *messages])
         _, found, rest = whole.partition(mark)
         if not found:
-            raise ModelError(f"the chat template of {self.name!r} does not keep the model's earlier answers")
+            raise ModelError(
+                f"the chat template of {self.name!r} does not keep the model's earlier answers; use a model for several "
+                "turns"
+            )
         given, sampled = self.encode_rendered(rest), [int(token) for token in turn]
         most = min(len(given), len(sampled))
         common = next((k for k in range(most, 0, -1) if sampled[-k:] == given[:k]), 0)
@@ -167,7 +171,7 @@ class Codec:
         return given[common:]
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of text that `render_messages` made: its special tokens are already in it."""
+        """Return the token ids of text that `render_messages` made, which already holds its special tokens."""
         return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -200,7 +204,7 @@ class Codec:
 
     @cached_property
     def _is_token(self) -> np.ndarray:
-        """bool: True at the ids that stand for a token."""
+        """bool [largest id + 1]: True at the ids that stand for a token."""
         ids = np.fromiter(self.tokenizer.get_vocab().values(), dtype=np.int64)
         known = np.zeros(ids.max(initial=-1) + 1, dtype=bool)
         known[ids] = True
@@ -244,7 +248,8 @@ def _read_json(path: str, name: str) -> dict[str, Any]:
         value = json.loads(Path(file).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{name} of {path!r} can't be read ({first_line(error)}); restore the file, or delete a generation_config.json"
+            f"{name} of {path!r} can't be read ({first_line(error)}); restore the file, or delete it if it is "
+            "generation_config.json"
         ) from error
     if not isinstance(value, dict):
         raise ModelError(f"{name} of {path!r} holds a JSON {type(value).__name__}, not an object; restore the file")
@@ -252,7 +257,11 @@ def _read_json(path: str, name: str) -> dict[str, Any]:
 
 
 def _eos_ids(path: str, num_known: int) -> set[int]:
-    """Return the ids that end an answer by generation_config.json and config.json; `num_known` is the tokenizer's size.
+    """Return the ids that end an answer according to generation_config.json and config.json.
+
+    Args:
+        path: model folder or hub id.
+        num_known: number of tokens that the tokenizer has.
 
     Only what the files say counts: class defaults of transformers name tokens that the model may not have.
 
@@ -302,7 +311,7 @@ def load_codec(path: str, template_kwargs: Mapping[str, Any] | None = None) -> C
         ) from error
     try:
         tokenizer.decode(tokenizer("a", add_special_tokens=False)["input_ids"])
-    except Exception as error:  # settings that are loaded as they are and fail in use
+    except Exception as error:  # faulty settings are loaded without an error and fail in use
         raise ModelError(
             f"the tokenizer in {path!r} can't encode and decode a letter: {first_line(error)}; restore its files"
         ) from error

@@ -26,9 +26,9 @@ class TemplateFault(Exception):
 class TemplateProcess:
     """Renders one chat template; the process is started by the first rendering. Threads may share it.
 
-    A template is a program by the publisher of the model. It may use 3 s of CPU time (regained by 0.1 s with each
-    rendering), 1 GiB of memory, and make one million characters beside eight times what it is given. After the third
-    process that had to be stopped nothing is rendered any more.
+    A template is a program by the publisher of the model. It may use 3 s of CPU time, of which each rendering restores
+    0.1 s, and 1 GiB of memory. Its text may be eight times as long as its input plus one million characters. After
+    three processes had to be stopped, every rendering raises `TemplateFault`.
     """
 
     def __init__(self, template: str, max_cpu_seconds: float = MAX_CPU_SECONDS):
@@ -62,7 +62,7 @@ class TemplateProcess:
 
 
 class _Worker:
-    """One process; it is killed when this object goes."""
+    """One process, which is killed when this object is garbage-collected."""
 
     def __init__(self, template: str, max_cpu_seconds: float):
         self._max_cpu_seconds = max_cpu_seconds

@@ -1,8 +1,8 @@
 """The process that runs a chat template, a program that came with a model: bounded in CPU time and memory.
 
-It is started by path (`template_process.py`), imports nothing of Treadle, and answers one JSON line with one JSON
-line: the context of a rendering with the text. The first line it reads is the template itself. The environment is
-the one transformers renders chat templates in; a test compares them.
+It is started by path (`template_process.py`) and imports nothing of Treadle. The first line that it reads is the
+template. Each further line is the context of a rendering in JSON, which it answers with a JSON line that holds the
+text. The environment is that in which transformers renders chat templates; a test compares them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 MAX_CPU_SECONDS = 3.0
-REGAINED_CPU_SECONDS = 0.1  # of them, with each rendering
+REGAINED_CPU_SECONDS = 0.1  # with each rendering
 MAX_BYTES = 1 << 30
 MAX_OWN_CHARACTERS = 1 << 20
 MAX_GROWTH = 8
@@ -26,7 +26,7 @@ MAX_GROWTH = 8
 def main() -> None:
     """Answer requests on a socket until the other side closes it.
 
-    On the command line: where modules are, the number of the socket, and how many seconds of CPU time there are.
+    Its command-line arguments are `sys.path` in JSON, the descriptor of the socket, and the CPU time in seconds.
     """
     sys.path[:] = json.loads(sys.argv[1])
     connection, most_seconds = socket.socket(fileno=int(sys.argv[2])), float(sys.argv[3])
@@ -77,7 +77,7 @@ def make_environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}`, which marks what an assistant said; the text is that of its body."""
+        """`{% generation %}`, which marks an assistant's message and renders as its body."""
 
         tags = {"generation"}  # noqa: RUF012
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from treadle.chat import Codec
@@ -24,12 +23,11 @@ def build_source(data: DataSection, *, codec: Codec, max_prompt_len: int, seed: 
         raise ConfigError("no prompt_data; give --prompt-data a file, a data set or reasoning_gym:task")
     form = _prompt_format(data)
     names: dict[str, str] = {}
-    copies: Counter[str] = Counter()
     for source in data.prompt_data:
-        name = base = source_name(source)
+        base = source_name(source)
+        name, number = base, 2
         while name in names:
-            copies[base] += 1
-            name = f"{base}#{copies[base] + 1}"
+            name, number = f"{base}#{number}", number + 1
         names[name] = source
     datasets = [PromptDataset(name, open_reader(source), codec, form, max_prompt_len) for name, source in names.items()]
     return PromptSource(datasets, data.prompt_data_weights or None, shuffle=data.rollout_shuffle, seed=seed)

@@ -1,7 +1,7 @@
 """Rows of parquet and csv files, saved data sets, data folders and hub data sets, through `datasets`.
 
 Parquet, folders and hub data are memory-mapped from the cache of `datasets`; csv is held as an Arrow table of text.
-In these formats a column has one type: a nested object shows the keys of all rows, None if a row has none.
+In these formats a column has one type: a nested object has the keys of all rows, with None for those a row lacks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_parquet(path: Path) -> ArrowReader:
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file: {innermost_line(error)}") from error
     if num_rows == 0:
-        raise DataError(f"{path} is empty: it has a schema but no rows")
+        raise DataError(f"{path} is empty: it has a schema but no rows; give a file with rows")
     _quiet()
     try:
         found = datasets.load_dataset(
@@ -115,7 +115,7 @@ def read_csv(path: Path) -> ArrowReader:
 
 
 def _quiet() -> None:
-    """Keep `datasets` from writing bars and errors of its own; what it raises is told in one line."""
+    """Keep `datasets` from writing progress bars and errors; Treadle reports what it raises in one line."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -123,7 +123,7 @@ def _quiet() -> None:
 
 
 def _check_text(path: Path) -> None:
-    """Raise `DataError` if a file is not UTF-8 text; pyarrow reports that in the middle of other errors, or not."""
+    """Raise `DataError` if a file is not UTF-8 text; pyarrow reports that inside other errors, or not at all."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, chunk = 0, b"-"
     with path.open("rb") as file:
@@ -142,12 +142,14 @@ def _check_text(path: Path) -> None:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise `DataError` for a folder that is no data set but a whole tree, which `datasets` would search for hours."""
+    """Raise `DataError` for a folder of too many entries to be a data set; `datasets` would search it for hours."""
     found = 0
     for _, folders, files in os.walk(path):
         found += len(folders) + len(files)
         if found > MAX_FOLDER_ENTRIES:
-            raise DataError(f"folder {str(path)!r} holds more than {MAX_FOLDER_ENTRIES} entries; name the data itself")
+            raise DataError(
+                f"folder {str(path)!r} holds more than {MAX_FOLDER_ENTRIES} entries; name the data folder or file in it"
+            )
 
 
 def read_folder(path: Path, split: str | None) -> ArrowReader:
@@ -162,7 +164,7 @@ def read_folder(path: Path, split: str | None) -> ArrowReader:
             found = datasets.load_from_disk(str(path))
         else:
             found = datasets.load_dataset(str(path.resolve()), trust_remote_code=False)
-    except Exception as error:  # as above
+    except Exception as error:  # many kinds, as in `read_parquet`
         raise DataError(
             f"folder {str(path)!r} holds no readable data set ({innermost_line(error)}); it takes what "
             "save_to_disk writes, or .jsonl, .json, .parquet or .csv files"
@@ -178,7 +180,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> ArrowReader:
     work_offline_if_cut_off(name)
     try:
         found = datasets.load_dataset(name, config, trust_remote_code=False)
-    except Exception as error:  # as above
+    except Exception as error:  # many kinds, as in `read_parquet`
         raise DataError(
             f"no data set {shown!r}: there is no such file or folder, and the hub says: {innermost_line(error)}"
         ) from error
@@ -190,7 +192,7 @@ def _named(name: str, split: str | None) -> str:
 
 
 def _pick_split(found: Dataset | DatasetDict, split: str | None, name: str) -> Dataset:
-    """Return the requested split; else `train`, else the only one."""
+    """Return the requested split; without a request `train`, or the only one."""
     if not isinstance(found, Mapping):
         if split is not None and str(found.split) != split:
             raise DataError(f"{name!r} is one data set without splits; leave out @{split}")

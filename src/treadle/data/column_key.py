@@ -38,10 +38,10 @@ class ColumnKey:
 
 
 def find_key(name: str, reader: Reader, key: str) -> ColumnKey:
-    """Find the column of a data set that a key names; one that is named exactly so wins over an object's value.
+    """Find the column of a data set that a key names; a column of exactly this name wins over a value in an object.
 
     Raises:
-        DataError: if no row has it; the message lists what there is.
+        DataError: if no row has it; the message lists the known names.
     """
     first = reader.row(0)
     if key in first:
@@ -68,7 +68,7 @@ def _splits(key: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _checked(name: str, reader: Reader, key: ColumnKey) -> ColumnKey:
-    """Return a key if the objects of any row have it."""
+    """Return a key if the objects of any row have it; raises `DataError` if none does."""
     holder, known, other = ColumnKey(key.column, key.path[:-1]), dict[str, None](), "nothing"
     for start in range(0, len(reader), _BATCH):
         for value in holder.values(reader, start, min(start + _BATCH, len(reader))):

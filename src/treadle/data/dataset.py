@@ -20,11 +20,11 @@ _BATCH = 1000
 class PromptDataset(Sequence[Prompt]):
     """The prompts of a reader's rows, those longer than `max_prompt_len` tokens left out and counted.
 
-    All prompts are looked at once, here: a fault in any row is found before anything starts. What is kept is a row
-    number for each prompt, and not even that where none was dropped. `dataset[i]` is the i-th prompt that fits,
-    its `group_id` its row number.
+    The constructor checks every prompt, so that a fault in any row is found before anything starts. It keeps a row
+    number for each prompt, or nothing if no prompt was dropped. `dataset[i]` is the i-th prompt that fits, and its
+    `group_id` is its row number.
 
-    Raises `DataError` for a missing column, a row that is no prompt, and where every prompt is too long.
+    Raises `DataError` for a missing column, for a row that is no prompt, and if every prompt is too long.
     """
 
     def __init__(self, name: str, reader: Reader, codec: Codec, form: PromptFormat, max_prompt_len: int):
@@ -35,17 +35,17 @@ class PromptDataset(Sequence[Prompt]):
         self._renderer = Renderer(codec, form, adds_nulls(reader))
         self._max_prompt_len = max_prompt_len
         if self.num_rows == 0:
-            raise DataError(f"{name!r} is empty: it has no rows")
+            raise DataError(f"{name!r} is empty: it has no rows; every data set needs at least one")
         self._input = find_key(name, reader, form.input_key)
         self._label, self._metadata, self._tools = (
             None if key is None else find_key(name, reader, key)
             for key in (form.label_key, form.metadata_key, form.tools_key)
         )
-        self._kept = self._rows_that_fit()  # int64 [len], None where all rows fit
+        self._kept = self._rows_that_fit()  # int64 [len], None if all rows fit
 
     @property
     def num_dropped(self) -> int:
-        """How many rows were left out because their prompt is too long."""
+        """Number of rows left out because their prompt is too long."""
         return self.num_rows - len(self)
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class PromptDataset(Sequence[Prompt]):
         return self.prompt(row, group_id=row)
 
     def row_at(self, position: int) -> int:
-        """Row number of the prompt at a position, 0 ≤ position < len."""
+        """Return the row number of the prompt at a position, 0 ≤ position < len."""
         if not 0 <= position < len(self):
             raise IndexError(f"prompt {position} of {len(self)} in {self.name!r}")
         return position if self._kept is None else int(self._kept[position])
@@ -75,7 +75,7 @@ class PromptDataset(Sequence[Prompt]):
         if len(token_ids) > self._max_prompt_len:
             raise DataError(
                 f"{self._reader.locate(row)}: the prompt has {len(token_ids)} tokens, more than the limit of "
-                f"{self._max_prompt_len}, which its length in bytes did not show; shorten or remove it"
+                f"{self._max_prompt_len} (the bound from its bytes was too low); shorten or remove it"
             )
         return Prompt(
             group_id=group_id,
@@ -108,12 +108,12 @@ class PromptDataset(Sequence[Prompt]):
             raise DataError(
                 f"all {self.num_rows} prompts of {self.name!r} are longer than {self._max_prompt_len} tokens "
                 f"(the shortest has {shortest}, the longest {longest}); raise --rollout-max-prompt-len, "
-                "or lower --rollout-max-response-len where the model's context sets it"
+                "or lower --rollout-max-response-len if the model's context sets the limit"
             )
         return None if fits.all() else np.flatnonzero(fits)
 
     def _length_if_unsure(self, row: int, value: Any, tools: Any) -> int:
-        """Return the tokens of a prompt that may be too long, 0 for one that can't be."""
+        """Return the number of tokens of a prompt that may be too long, or 0 if it is too short for that."""
         try:
             bound = self._renderer.max_tokens(value, tools)
         except DataError as error:

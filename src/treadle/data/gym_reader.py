@@ -1,8 +1,8 @@
-"""Endless exercises with verifiers: `reasoning_gym:task?key=value&key=value`.
+"""Generated exercises with verifiers: `reasoning_gym:task?key=value&key=value`.
 
 A row is made when it is read, from the task's seed and its index. A few tasks (isomorphic_strings, knight_swap,
-polynomial_multiplication, ransom_note, word_ladder) also depend on the order of Python sets: their rows are the same
-in every process only where PYTHONHASHSEED is.
+polynomial_multiplication, ransom_note, word_ladder) also depend on the order of Python sets: all processes get the same
+rows only if they have the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from treadle.errors import DataError
+from treadle.errors import DataError, first_line
 from treadle.plain_json import plain_json
 from treadle.registry import suggestion
 
@@ -70,7 +70,7 @@ class GymReader:
 
 @contextmanager
 def _shared_random(seed: str) -> Iterator[None]:
-    """Seed Python's shared generator for a moment, and put it back as it was."""
+    """Seed Python's shared generator inside the context, and restore its state afterwards."""
     state = random.getstate()
     random.seed(seed)
     try:
@@ -133,7 +133,4 @@ def _create(source: str, task: str, args: dict[str, Any]) -> Any:
         with _shared_random(str(args["seed"])):
             return reasoning_gym.create_dataset(task, **args)
     except Exception as error:  # each task checks its own values, mostly with assert
-        reason = str(error).strip().splitlines()
-        raise DataError(
-            f"{source!r}: the task refuses these values: {reason[0] if reason else type(error).__name__}"
-        ) from error
+        raise DataError(f"{source!r}: the task refuses these values: {first_line(error)}; change them") from error

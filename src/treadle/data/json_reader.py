@@ -1,8 +1,8 @@
 """Rows of a .jsonl or .json file, parsed one by one when they are read.
 
-Only the place of each row is kept (16 bytes a row), never the rows. JSON is not put through Arrow on purpose: Arrow
-gives a column one type, which turns the label 1 into 1.0 beside a 2.5, a date into a timestamp, and gives every
-nested object the keys of all the others.
+Only the offsets of each row are kept (16 bytes a row), never the rows. JSON does not go through Arrow on purpose: Arrow
+gives a column one type. That turns the label 1 into 1.0 beside a 2.5 and a date into a timestamp, and gives every
+nested object the keys of all others.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _line_spans(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Start and end offset of every line that is not blank, int64 [R] each."""
+    """Return the start and end offset of every line that is not blank, int64 [R] each."""
     none = np.zeros(0, dtype=np.int64)
     starts: list[np.ndarray] = [none]
     ends: list[np.ndarray] = [none]
@@ -131,7 +131,7 @@ def _line_spans(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _array_spans(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Start and end offset of every object in the file's one array, int64 [R] each."""
+    """Return the start and end offset of every object in the file's one array, int64 [R] each."""
     raw = path.read_bytes()
     skipped = len(_BOM) if raw.startswith(_BOM) else 0
     try:
@@ -139,7 +139,7 @@ def _array_spans(path: Path) -> tuple[np.ndarray, np.ndarray]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {skipped + error.start}); save it as UTF-8") from error
     starts, ends, end_of_array = _scan_array(path, text)
-    if _SPACE.match(text, end_of_array).end() != len(text):  # type: ignore[union-attr]
+    if _skip_space(text, end_of_array) != len(text):
         raise DataError(f"{path}, line {_line(text, end_of_array)}: text after the end of the array; {_SHAPE_HINT}")
     if not text.isascii():
         starts, ends = _byte_offsets(text, starts, ends)
@@ -147,16 +147,10 @@ def _array_spans(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scan_array(path: Path, text: str) -> tuple[array[int], array[int], int]:
-    """Character offsets of the objects of an array, and where the array ends."""
+    """Return the character offsets of the objects of an array, starts and ends, and that of the array's end."""
     decode = json.JSONDecoder().raw_decode
     starts, ends = array("q"), array("q")
-
-    def skip(position: int) -> int:
-        match = _SPACE.match(text, position)
-        assert match is not None
-        return match.end()
-
-    position = skip(skip(0) + 1)
+    position = _skip_space(text, _skip_space(text, 0) + 1)
     while text[position : position + 1] != "]" or len(starts) > 0:
         try:
             value, end = decode(text, position)
@@ -169,13 +163,21 @@ def _scan_array(path: Path, text: str) -> tuple[array[int], array[int], int]:
             raise DataError(f"{path}, line {_line(text, position)}: a JSON {kind}, not an object; {_SHAPE_HINT}")
         starts.append(position)
         ends.append(end)
-        position = skip(end)
+        position = _skip_space(text, end)
         if text[position : position + 1] == "]":
             break
         if text[position : position + 1] != ",":
-            raise DataError(f"{path}, line {_line(text, position)}: a comma or the end of the array is missing")
-        position = skip(position + 1)
+            raise DataError(
+                f"{path}, line {_line(text, position)}: a comma or the end of the array is missing; {_SHAPE_HINT}"
+            )
+        position = _skip_space(text, position + 1)
     return starts, ends, position + 1
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    assert match is not None
+    return match.end()
 
 
 def _byte_offsets(text: str, starts: array[int], ends: array[int]) -> tuple[array[int], array[int]]:

@@ -1,4 +1,4 @@
-"""The messages and tools of a row, checked and in one form, whatever kind of file they come from."""
+"""Check the messages and tools of a row, and bring them into one form for all kinds of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treadle.types import Message
 def without_nulls(value: Any) -> Any:
     """Return a value without the keys that are None, at any depth; None in a list stays.
 
-    Arrow gives each object the keys of all others in its column, and a template would take them for real.
+    Arrow gives each object the keys of all others in its column, and a chat template would render them.
 
     >>> without_nulls([{"city": "Oslo", "unit": None}, None])
     [{'city': 'Oslo'}, None]
@@ -27,7 +27,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def messages_in(text: str) -> list[Any] | None:
-    """Return the messages that a text holds as a JSON list of objects with a role, None if it is any other text."""
+    """Return the messages of a text that is a JSON list of objects with a role, or None for any other text."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -62,7 +62,7 @@ def checked_messages(value: Any, what: str) -> list[Message]:
 
 def _checked_message(message: Any, what: str) -> Message:
     if not isinstance(message, Mapping):
-        raise DataError(f"{what} is a {type(message).__name__}, not {{role, content}}")
+        raise DataError(f"{what} is a {type(message).__name__}; a message is {{role, content}}")
     kept = {key: item for key, item in message.items() if item is not None}
     for key in ("role", "content"):
         if isinstance(kept.get(key), str):
@@ -73,7 +73,7 @@ def _checked_message(message: Any, what: str) -> Message:
             kept[key] = None
         else:
             kind = type(message[key]).__name__ if key in message else "missing"
-            raise DataError(f"{what}: {key!r} must be text, not {kind}")
+            raise DataError(f"{what}: {key!r} must be text, not {kind}; correct or remove the row")
     return kept
 
 
@@ -85,7 +85,7 @@ def _checked_part(part: Any, what: str) -> dict[str, str]:
 
 
 def content_text(message: Message) -> str:
-    """Return the content of a message as one text; parts are joined with nothing between them."""
+    """Return the content of a message as one text; parts are joined without a separator."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -93,7 +93,7 @@ def content_text(message: Message) -> str:
 
 
 def with_suffix(messages: list[Message], suffix: str) -> list[Message]:
-    """Add a text to the end of the last user message."""
+    """Add a text to the end of the last user message; raises `DataError` if there is none."""
     for index in range(len(messages) - 1, -1, -1):
         if messages[index]["role"] == "user":
             content = messages[index]["content"]

@@ -1,8 +1,7 @@
-"""Where rows come from: one protocol, and `open_reader` that turns a source named in the config into a reader."""
+"""Readers of rows: their protocol, and `open_reader`, which opens a source named in the config."""
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from treadle.data.gym_reader import GYM_PREFIX, GymReader
 from treadle.data.json_reader import JsonReader
 from treadle.errors import DataError
 from treadle.plain_json import TOO_DEEP, is_too_deep
-from treadle.registry import resolve, user_code
+from treadle.registry import nearest, resolve, user_code
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _SLICE = re.compile(r"(?P<location>.*)@\[(?P<rows>[^\[\]]*)\]", re.DOTALL)
@@ -68,11 +67,7 @@ class RowsReader:
             raise IndexError(f"row {index} of {len(self)} in {self._name}")
         with user_code(lambda what: DataError(f"{self.locate(index)}: {self._name} {what}")):
             row = self._rows[index]
-        if not isinstance(row, Mapping):
-            raise DataError(f"{self.locate(index)}: a {type(row).__name__}, not a dict of columns")
-        if is_too_deep(row):
-            raise DataError(f"{self.locate(index)}: {TOO_DEEP}")
-        return dict(row)
+        return _checked_row(row, self.locate(index))
 
     def column(self, name: str, start: int, stop: int) -> list[Any]:
         return [self.row(index).get(name) for index in range(start, stop)]
@@ -82,7 +77,7 @@ class RowsReader:
 
 
 class UserReader:
-    """Reader of the user's own class; whatever it raises or returns that is no row is a `DataError` that names it."""
+    """Reader around a user's class. Its exceptions, and results that are no rows, become `DataError`s that name it."""
 
     def __init__(self, reader: Reader, location: str):
         self._reader = reader
@@ -105,17 +100,15 @@ class UserReader:
             raise IndexError(f"row {index} of {len(self)} in {self._name}")
         with self._calling():
             row = self._reader.row(index)
-        if not isinstance(row, Mapping):
-            raise DataError(f"{self._name}: row {index} is a {type(row).__name__}, not a dict of columns")
-        if is_too_deep(row):
-            raise DataError(f"{self.locate(index)}: {TOO_DEEP}")
-        return dict(row)
+        return _checked_row(row, f"{self._name}, row {index}")
 
     def column(self, name: str, start: int, stop: int) -> list[Any]:
         with self._calling():
             values = list(self._reader.column(name, start, stop))
         if len(values) != stop - start:
-            raise DataError(f"{self._name}: {len(values)} values of column {name!r} for rows {start} to {stop}")
+            raise DataError(
+                f"{self._name}: {len(values)} values of column {name!r} for rows {start} to {stop}; return one for each"
+            )
         return values
 
     def locate(self, index: int) -> str:
@@ -158,6 +151,15 @@ class SlicedReader:
         return adds_nulls(self._reader)
 
 
+def _checked_row(row: Any, place: str) -> dict[str, Any]:
+    """Return a row of a user's reader; raises `DataError` if it is no mapping, or nested too deep."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"{place}: a {type(row).__name__}, not a dict of columns")
+    if is_too_deep(row):
+        raise DataError(f"{place}: {TOO_DEEP}")
+    return dict(row)
+
+
 def adds_nulls(reader: Reader) -> bool:
     """Return whether a reader gives each object in a column the keys of all others, as None; Arrow does."""
     return bool(getattr(reader, "adds_nulls", False))
@@ -166,13 +168,13 @@ def adds_nulls(reader: Reader) -> bool:
 def open_reader(source: str) -> Reader:
     """Open a source as the config names it; `path@[a:b]` takes rows a to b as a Python slice would.
 
-    Raises `DataError` if it is missing, empty or of no known kind, and for an empty slice.
+    Raises `DataError` if the source is missing, empty or of an unknown kind, or if the slice is empty.
     """
     location, rows = _split_slice(source)
     reader = _open(location)
     size = len(reader)
     if size == 0:
-        raise DataError(f"{location!r} is empty: it has no rows")
+        raise DataError(f"{location!r} is empty: it has no rows; every data set needs at least one")
     if rows is None:
         return reader
     start, stop, _ = rows.indices(size)
@@ -182,7 +184,7 @@ def open_reader(source: str) -> Reader:
 
 
 def source_name(source: str) -> str:
-    """Return the name of a source without the folders of a file that exists, so that data that moved keeps its name.
+    """Return the name of a source, without the folders of an existing file: data keeps its name if it is moved.
 
     >>> source_name(f"{__file__}@[:100]"), source_name("owner/dataset@[:100]")
     ('readers.py@[:100]', 'owner/dataset@[:100]')
@@ -199,8 +201,8 @@ def _local_path(text: str) -> Path:
     """Return the path of a place that may or may not exist.
 
     Raises:
-        DataError: if it can't be a path or can't be reached, or is neither a file nor a folder: a pipe would be
-            waited for, and a device may never end.
+        DataError: if it can't be a path or can't be reached, or is neither a file nor a folder: reading a pipe blocks,
+            and a device may never end.
     """
     shown = text if len(text) <= 200 else f"{text[:200]}…"
     try:
@@ -277,12 +279,12 @@ def _neighbour(path: Path) -> str:
         names = [entry.name for entry in path.parent.iterdir() if entry.exists()]
     except OSError:
         return f" (nor a folder {str(path.parent)!r})"
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+    near = nearest(path.name, names)
+    return f"; did you mean {str(path.parent / near)!r}?" if near else ""
 
 
 def _names_an_object(location: str) -> bool:
-    """Return True if `a:b` is code and not the config of a hub data set: a .py file, or a module that can be found."""
+    """Return whether `a:b` is code, in a .py file or a module that can be found, and no config of a hub data set."""
     match = _OBJECT.fullmatch(location)
     if match is None:
         return False

@@ -1,4 +1,4 @@
-"""A row's prompt as the text and tokens the model sees, and a cheap bound on how many tokens that can be."""
+"""Render a row's prompt as the text and tokens that the model reads, and bound its number of tokens cheaply."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rendered:
 
 
 class Renderer:
-    """Turns the values of a row into text and token ids; its errors leave naming the row to the caller.
+    """Turns the values of a row into text and token ids; callers add the row's location to its errors.
 
     `adds_nulls` says that the rows come from Arrow, which gives each object the keys of all others as None.
     """
@@ -80,7 +80,7 @@ class Renderer:
             raise DataError(str(error)) from error
 
     def max_tokens(self, value: Any, tools: Any = None) -> int | None:
-        """Return how many tokens the prompt has at most; None where only tokenising it tells.
+        """Return an upper bound on the prompt's tokens, or None if only tokenising the prompt can tell.
 
         Messages are bounded without running the template on each: the text around their contents is measured once
         for each sequence of roles. Raises as `render` does.
@@ -101,7 +101,7 @@ class Renderer:
         return frame + sum(_max_tokens(message["content"]) for message in content) + self._added
 
     def _frame(self, roles: tuple[str, ...]) -> int | None:
-        """Bound on the tokens the template puts around contents, None if it does more than put text around them."""
+        """Return a bound on the tokens that the template puts around contents, or None if it changes contents."""
         short, long = (self._template([{"role": role, "content": probe} for role in roles]) for probe in _PROBES)
         grown = len(roles) * (len(_PROBES[1]) - len(_PROBES[0]))
         return _max_tokens(short) if len(long) - len(short) <= grown else None
@@ -117,7 +117,7 @@ class Renderer:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the chat template makes the same of a content in parts as of its text; most know text only."""
+        """True if the chat template renders a content in parts like its text; most templates support text only."""
         contents = "x", [{"type": "text", "text": "x"}]
         try:
             texts = {self._codec.render_messages([{"role": "user", "content": content}]) for content in contents}

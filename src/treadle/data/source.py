@@ -18,9 +18,9 @@ from treadle.types import Prompt
 class PromptSource:
     """An endless stream of prompts drawn from one or more data sets.
 
-    The order of a data set in an epoch is a function of the seed and the epoch alone. Of several data sets the next
-    draw comes from the one furthest behind its share, so no data set is ever a whole draw ahead of it; without
-    weights the shares are the sizes, and an epoch takes every prompt of every data set once.
+    The order of a data set in an epoch is a function of the seed and the epoch alone. With several data sets, the next
+    draw comes from the one furthest behind its share, so none is ever a whole draw ahead of its share. Without
+    weights the shares are the sizes, and an epoch draws every prompt of every data set once.
     """
 
     def __init__(self, datasets: Sequence[PromptDataset], weights: Sequence[float] | None, shuffle: bool, seed: int):
@@ -53,7 +53,7 @@ class PromptSource:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far; prompts that wait to be drawn again are not passed yet."""
+        """Passes over the data so far; prompts that were put back don't count until they are drawn again."""
         return (self.num_draws - len(self._put_back)) / len(self)
 
     def next_prompts(self, count: int) -> list[Prompt]:
@@ -87,10 +87,10 @@ class PromptSource:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue from the position that `state` returned.
 
-        Raises `DataError` if it was taken of other data, another order or other shares, and `CheckpointError` for
-        a damaged one; the source is unchanged then.
+        Raises `DataError` if the state is of other data, another order or other shares, and `CheckpointError` if it is
+        damaged. The source is unchanged then.
         """
         try:
             self._check_same_data(state)
@@ -105,12 +105,13 @@ class PromptSource:
             ) from error
         if sum(drawn) != draws:
             raise CheckpointError(
-                f"the saved state of the prompts is damaged: {draws} draws, but {sum(drawn)} by data set"
+                f"the saved state of the prompts is damaged: {draws} draws, but {sum(drawn)} by data set; load another "
+                "checkpoint"
             )
         for name, row, _ in put_back:
             if name not in self._by_name or not 0 <= row < self._by_name[name].num_rows:
                 raise DataError(
-                    f"the saved run waits for row {row} of {name!r}, which is not there; give the same data"
+                    f"the saved run put row {row} of {name!r} back, which does not exist here; give the same data"
                 )
         self._drawn, self._put_back = drawn, deque(put_back)
 
@@ -161,7 +162,7 @@ class PromptSource:
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the shuffled order of an epoch, int64 [size]: a function of size, seed and epoch, in every version of numpy."""
+    """Return the shuffled order of an epoch, int64 [size]; it depends on the arguments only, not on numpy's version."""
     # RandomState's streams are frozen for good; those of the newer Generator may change between versions.
     state = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch))))
     return state.permutation(size).astype(np.int64)

@@ -24,7 +24,9 @@ SMALL = (
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean over the `window` values around each value; near the ends over fewer on both sides, so that nothing is shifted.
+    """Return the mean over the `window` values around each value.
+
+    Near the ends the window shrinks on both sides, so that the curve is not shifted.
 
     >>> smoothed([0.0, 3.0, 9.0, 9.0], 3)
     [1.5, 4.0, 7.0, 9.0]
@@ -38,7 +40,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def with_gaps(points: Points) -> tuple[list[float], list[float]]:
-    """x and y for a line that breaks where rollouts are missing.
+    """Return x and y of a line that breaks at missing rollouts.
 
     >>> with_gaps([(0, 1.0), (1, 2.0), (4, 3.0)])
     ([0.0, 1.0, 2.0, 4.0], [1.0, 2.0, nan, 3.0])
@@ -143,5 +145,5 @@ def _dress(axes: Any, last: int) -> None:
 
 
 def _plain(text: str) -> str:
-    """Text that matplotlib takes as it is: a dollar sign would begin a formula."""
+    """Escape dollar signs, which begin a formula in matplotlib."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl: how one is written and how they are read back."""
+"""Write and read back the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def metric_line(rollout_id: int, values: Mapping[str, float]) -> bytes:
 
 
 def read_metric_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Yield every complete line of a metrics file, as bytes and as a row.
+    """Return every complete line of a metrics file, as bytes and as a row; none if there is no file.
 
-    There are no lines if there is no file. A last line without its end (the run was killed while writing it) is left out.
-    Raises `DataError` for a file that can't be read, and, with the line number, for any other line that is not an object
-    with a `rollout_id`.
+    A last line without its end is left out: the run was killed while writing it. Raises `DataError` if the file can't
+    be read, and, with the line number, if any other line is not an object with a `rollout_id`.
     """
     try:
         lines = list(io.BytesIO(read_regular(path)))
@@ -54,5 +53,5 @@ def read_metric_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file in their order; none if there is no file."""
+    """Return the rows of a metrics file in order; none if there is no file."""
     return [row for _, row in read_metric_lines(path)]

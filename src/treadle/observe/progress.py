@@ -21,7 +21,7 @@ Mode = Literal["auto", "rich", "plain", "off"]
 
 
 class View(Protocol):
-    """One way to show a run. Called from any thread; must be quick and never raise."""
+    """One way to show a run. Its methods are called from any thread, must be quick and must never raise."""
 
     def begin(self, state: RunState) -> None: ...
     def phase_began(self, state: RunState, phase: Phase, ended: Phase | None) -> None: ...
@@ -72,9 +72,9 @@ class Progress:
             self.view.begin(self._state)
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Say what the run does now, such as `rollout` or `loading the model`, and how far it is.
+        """Show what the run does now, such as `rollout` or `loading the model`, and its progress.
 
-        Call it as often as you like: it costs a microsecond.
+        It may be called often: a call costs a microsecond.
         """
         with self._lock:
             previous = self._state.phase
@@ -88,7 +88,7 @@ class Progress:
             self.view.phase_began(self._state, now, ended)
 
     def step(self, rollout_id: int, values: Mapping[str, float]) -> None:
-        """Rollout `rollout_id` is trained on; `values` are its metrics, those of an evaluation among them or not."""
+        """Show that rollout `rollout_id` was trained on; `values` are its metrics, with or without an evaluation's."""
         with self._lock:
             self._state.add_step(rollout_id, values, time.monotonic())
         if self.view is not None:
@@ -116,12 +116,12 @@ class Progress:
             SafeStream(sys.stderr).write(f"warning: {_harmless(text)}\n")
 
     def show_samples(self, title: str, rows: Sequence[ShownSample]) -> None:
-        """Show a few answers, such as those before training."""
+        """Show a few answers under a title."""
         if self.view is not None and rows:
             self.view.block(title, sample_lines(rows))
 
     def show_summary(self, summary: Mapping[str, Any]) -> None:
-        """Show the outcome of the run: what `summarize` returns, with the paths `curve` and `run_folder` added."""
+        """Show the outcome of the run; see `summary_lines`."""
         if self.view is not None:
             self.view.block("summary", [summary_lines(summary)])
 

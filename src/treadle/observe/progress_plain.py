@@ -14,7 +14,7 @@ from treadle.observe.show_text import clock, number
 WIDTH = 110
 HEADER_EVERY = 20
 QUIET_SECONDS = 30.0
-"""A phase that has printed nothing for this long says how far it is."""
+"""Seconds without output after which a phase prints its progress."""
 
 COLUMNS = (
     ("step", 11),

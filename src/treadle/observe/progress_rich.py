@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 REFRESH_PER_SECOND = 3
 MAX_WIDTH = 92
-"""Wider terminals get no wider a panel: lines are read from one end to the other."""
+"""Maximum width of the panel in columns, because longer lines are hard to read."""
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _NAME, _VALUE, _QUIET, _WARN = "cyan", "bold", "dim", "yellow"
 

@@ -1,4 +1,4 @@
-"""What the live display knows about a run, and the numbers it derives from that."""
+"""The state of a run that the live display shows, and the numbers derived from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_PHASES = ("rollout", "training", "publishing")
 
 @dataclass(slots=True)
 class Phase:
-    """What the run does now; `done` and `total` count things of the phase, such as samples."""
+    """What the run does now; `done` and `total` count the phase's items, such as samples."""
 
     name: str
     started: float
@@ -53,7 +53,7 @@ class RunState:
         self.num_rollout, self.num_done, self.step_began = num_rollout, start_rollout_id, now
 
     def enter(self, name: str, done: int | None, total: int | None, now: float) -> Phase | None:
-        """Enter a phase or move within it; returns the phase that ended, None where none did."""
+        """Enter a phase or move within it; returns the phase that ended, or None."""
         if self.phase is not None and self.phase.name == name:
             self.phase.done, self.phase.total = done, total
             return None
@@ -61,7 +61,7 @@ class RunState:
         return ended
 
     def add_step(self, rollout_id: int, values: Mapping[str, float], now: float) -> None:
-        """Take in the metrics of one finished rollout."""
+        """Add the metrics of one finished rollout."""
         seconds = values.get("perf/step_seconds")
         if seconds is None and self.step_began is not None:
             seconds = now - self.step_began
@@ -77,14 +77,14 @@ class RunState:
         self.num_skipped += int(values.get("train/skipped_steps", 0))
 
     def add_evaluation(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Take in evaluation metrics; returns the accuracy of each set that is among them."""
+        """Add evaluation metrics; returns the accuracy of each set that is among them."""
         found = {name.split("/")[1]: value for name, value in values.items() if is_accuracy(name)}
         self.last_eval.update(found)
         self.first_eval = {**found, **self.first_eval}
         return found
 
     def seconds_left(self, now: float) -> float | None:
-        """Steps left times the median of the recent ones, less what this step has taken; None before the first."""
+        """Return an estimate from the median of recent steps and the time of the current one; None before the first."""
         if not self.step_seconds:
             return None
         usual = statistics.median(self.step_seconds[-RECENT_STEPS:])
@@ -96,7 +96,10 @@ class RunState:
         return max((r for r in self.rewards if math.isfinite(r)), default=None)
 
     def troubles(self) -> list[tuple[str, str]]:
-        """Return what went wrong as (word, number), such as `("failed", "3")`; failed and skipped count the whole run."""
+        """Return what went wrong as (word, number), such as `("failed", "3")`.
+
+        Failed samples and skipped steps are those of the whole run, truncated samples those of the last rollout.
+        """
         found = []
         truncated = self.latest.get("rollout/truncated_fraction", 0.0)
         if truncated > 0:
@@ -109,6 +112,6 @@ class RunState:
 
 
 def is_accuracy(name: str) -> bool:
-    """True for `eval/<set>/accuracy`."""
+    """Return whether a metric's name is `eval/<set>/accuracy`."""
     parts = name.split("/")
     return len(parts) == 3 and parts[0] == "eval" and parts[2] == "accuracy"

@@ -25,7 +25,7 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of a report: a name, and what it says. `style` is a rich style, used on terminals only."""
+    """One row of a report: a name and its text. `style` is a rich style, used on terminals only."""
 
     name: str
     text: str
@@ -50,7 +50,11 @@ def sample_lines(samples: Sequence[ShownSample]) -> list[list[Line]]:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
-    """Return the outcome of a run as lines: what `summarize` returns, and the paths `curve` and `run_folder` if they are set."""
+    """Return the outcome of a run as lines.
+
+    Args:
+        summary: what `summarize` returns, and the paths `curve` and `run_folder` if there are any.
+    """
     lines = []
     after = summary.get("eval_after") or {}
     for name, before in (summary.get("eval_before") or {}).items():
@@ -92,7 +96,7 @@ COUNTS = (
 
 
 def plain_block(lines: Sequence[Line], width: int) -> list[str]:
-    """Lines as aligned plain text, wrapped to `width` characters."""
+    """Return lines as aligned plain text, wrapped to `width` characters."""
     margin = max((len(line.name) for line in lines), default=0) + 4
     out = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""The folder of a run: where everything it writes lies, and what happens to it when the run is resumed."""
+"""The folder of a run: the paths of what the run writes, and what a resume removes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunFolder:
     """One run's folder; `metrics.jsonl` in it, even empty, marks it as a run's.
 
     `is_new` says that this process made the folder. `num_lines_cut` and `num_sample_files_removed` count what a resume
-    took back.
+    removed.
     """
 
     path: Path
@@ -47,12 +47,12 @@ class RunFolder:
     def open(self, *, resumes: bool = False) -> RunFolder:
         """Make the parts that every run has, and check that the folder can be written.
 
-        Raises `ConfigError` for a folder that can't be written, or that holds a run unless one `resumes`.
+        Raises `ConfigError` for a folder that can't be written, or that holds a run if `resumes` is false.
         """
         try:
             if self.holds_run and not resumes:
                 raise ConfigError(
-                    f"{self.path} already holds a run; give another --run-dir, or go on with it: --load {self.path}"
+                    f"{self.path} already holds a run; give another --run-dir, or resume it with --load {self.path}"
                 )
             if self.config.exists() and not self.is_run and not self.holds_run:
                 raise ConfigError(f"{self.path} holds a config.json that is not a run's; give another --run-dir")
@@ -68,10 +68,10 @@ class RunFolder:
         return self
 
     def take_back(self, rollout_id: int) -> RunFolder:
-        """Remove what was written about this rollout and later ones: they are done again.
+        """Remove what was written about this rollout and later ones, which are rerun.
 
-        The outcome of the run goes, too, and what a killed process was writing. Raises `DataError` for metrics that
-        can't be read.
+        The summary of the run and the temporary files of a killed process are removed too. Raises `DataError` if the
+        metrics can't be read.
         """
         lines = read_metric_lines(self.metrics)
         kept = [line for line, row in lines if row["rollout_id"] < rollout_id]
@@ -91,7 +91,7 @@ class RunFolder:
         """Remove a folder that this run made and wrote nothing to."""
         if not self.is_new:
             return
-        with suppress(OSError):  # there is something in it, then
+        with suppress(OSError):  # it is not empty
             if self.metrics.is_file() and not self.metrics.stat().st_size and not self.config.exists():
                 self.samples.rmdir()
                 self.metrics.unlink()
@@ -101,7 +101,7 @@ class RunFolder:
         """Raise `RunFolderLostError` if the folder was removed or moved while the run went on."""
         if not self.is_run:
             raise RunFolderLostError(
-                f"the run folder {self.path} was removed or moved while the run went on; start it again elsewhere"
+                f"the run folder {self.path} was removed or moved while the run went on; start the run again elsewhere"
             )
 
     @property
@@ -147,7 +147,7 @@ class RunFolder:
 
     @property
     def finished_after(self) -> int | None:
-        """The number of rollouts after which the run ended by itself; None if it was stopped, or is not done."""
+        """The number of rollouts after which the run ended by itself; None if it was stopped or is not finished."""
         try:
             found = json.loads(read_regular(self.summary))
         except (OSError, ValueError, RecursionError):

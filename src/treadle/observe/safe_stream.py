@@ -1,4 +1,4 @@
-"""A text stream for showing things, which can't hurt the run."""
+"""A text stream whose write errors don't end the run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TextIO
 
 
 class SafeStream:
-    """Writes what the stream's encoding can hold, and falls silent once the reader is gone.
+    """Writes what the stream's encoding can hold, and nothing more after the first error.
 
-    A terminal that closed, or `head` that has seen enough, raises at the next write; a run must outlive both.
+    After a terminal was closed, or `head` has ended, the next write raises. The run must go on.
     """
 
     def __init__(self, stream: TextIO):

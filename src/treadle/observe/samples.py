@@ -1,4 +1,4 @@
-"""Rollouts on disk: one JSON object a line, one line a sample, what people read first and the tokens last.
+"""Rollouts on disk: one JSON object a line and one line a sample, readable fields first and tokens last.
 
 The first line of a group also carries its whole prompt under `group`, so `read_groups` gives back exactly the groups
 that `write_groups` was given. A number that is not finite is written as `{"$float": "nan"}`, which keeps every line
@@ -71,7 +71,7 @@ def read_groups(path: Path) -> list[Group]:
     except FileNotFoundError as error:
         raise DataError(f"no saved rollout {path}; write it with --save-debug-rollout-data") from error
     except OSError as error:
-        raise DataError(f"saved rollout {path} can't be read ({error.strerror})") from error
+        raise DataError(f"saved rollout {path} can't be read ({error.strerror}); give another folder") from error
     at = 0
     while at < len(lines):
         group, at = _read_group(path, lines, at)
@@ -138,7 +138,7 @@ def _malformed(path: Path, line: int, reason: str) -> DataError:
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:
-    """Return one line; the slow walk is only for rows with values that JSON can't hold."""
+    """Return a row as one line of JSON; only rows with values that JSON can't hold take the slow way."""
     try:
         text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_stand_in)
     except (TypeError, ValueError, RecursionError):
@@ -153,7 +153,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return the text of any value; its own code may raise, and what is nested deep can't be written out."""
+    """Return the text of any value, or a stand-in if its own code raises or it is nested too deep."""
     try:
         return str(value)
     except Exception:

@@ -1,7 +1,7 @@
-"""Where metrics go: a JSON file always, TensorBoard and Weights & Biases where asked for.
+"""Metric sinks: always a JSON file, and TensorBoard and Weights & Biases if configured.
 
-The JSON file is the record of a run, so its failure is an error. The others are views of it: one that fails is
-warned about once and switched off, and the run goes on.
+The JSON file is the record of a run, so its failure is an error. The others are views of it: the first failure of one
+is reported as a warning and switches it off, and the run goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from treadle.config.sections import ObserveSection
-from treadle.errors import RunFolderLostError, TreadleError
+from treadle.errors import RunFolderLostError, TreadleError, first_line
 from treadle.observe.metric_lines import metric_line, read_metric_lines
 from treadle.observe.run_folder import RunFolder
 from treadle.observe.wandb_sink import WandbSink, import_wandb
@@ -66,7 +66,7 @@ class JsonlSink:
         self._size += len(line)
 
     def _check_there(self) -> None:
-        """Raise `RunFolderLostError` if what is open is not the file of the run folder: lines would be lost."""
+        """Raise `RunFolderLostError` if the open file is not the one in the run folder: lines would be lost."""
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
                 return
@@ -83,8 +83,8 @@ class JsonlSink:
 class TensorBoardSink:
     """Writes TensorBoard scalars; the step is the rollout id.
 
-    Uses tensorboard's own record writer, which needs neither tensorflow nor a thread. `start_rollout_id` tells
-    TensorBoard to forget what an earlier part of a resumed run wrote at or after that step.
+    Uses tensorboard's own record writer, which needs neither tensorflow nor a thread. TensorBoard discards what an
+    earlier part of a resumed run wrote at or after `start_rollout_id`.
     """
 
     def __init__(self, folder: Path, start_rollout_id: int = 0):
@@ -120,7 +120,7 @@ class TensorBoardSink:
 
 
 class OptionalSink:
-    """A sink that can't kill the run: what it raises is warned about once, and then it is off."""
+    """A sink whose errors don't end the run: the first one is reported as a warning and switches the sink off."""
 
     def __init__(self, name: str, make: Callable[[], MetricSink], warn: Warn):
         self.name = name
@@ -131,16 +131,10 @@ class OptionalSink:
         except Exception as error:  # a third-party client raises what it likes
             self._switch_off(error)
 
-    @property
-    def is_on(self) -> bool:
-        return self._sink is not None
-
     def _switch_off(self, error: Exception) -> None:
         sink, self._sink = self._sink, None
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        self._warn(
-            f"{self.name} is switched off for the rest of the run: {lines[0]}; metrics.jsonl still has everything"
-        )
+        said = first_line(error)
+        self._warn(f"{self.name} is switched off for the rest of the run: {said}; metrics.jsonl still has everything")
         if sink is not None:
             with suppress(Exception):  # it has failed and been reported already
                 sink.close()
@@ -160,7 +154,7 @@ class OptionalSink:
         try:
             sink.close()
         except Exception as error:
-            self._warn(f"{self.name} did not close well: {error}; metrics.jsonl has everything")
+            self._warn(f"{self.name} could not be closed: {first_line(error)}; metrics.jsonl has everything")
 
 
 class FanOut:

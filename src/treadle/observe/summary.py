@@ -19,13 +19,13 @@ def finite(row: Row, name: str) -> float | None:
 
 
 def series(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
-    """(rollout id, value) of one metric, in order of rollout; where a rollout has it twice, the later one counts."""
+    """Return (rollout id, value) of one metric in order of rollout; of two values of a rollout, the later counts."""
     found = {int(row["rollout_id"]): value for row in rows if (value := finite(row, name)) is not None}
     return sorted(found.items())
 
 
 def accuracies(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """(rollout id, accuracy) of each evaluation set, every evaluation in the order it was written."""
+    """Return (rollout id, accuracy) of every evaluation by set, in the order in which they were written."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name in row:
@@ -38,9 +38,9 @@ def accuracies(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
 def summarize(rows: Sequence[Row], seconds: float) -> dict[str, Any]:
     """Return the numbers of summary.json; `rows` are those of metrics.jsonl, `seconds` the wall time of the run.
 
-    `eval_before` and `eval_after` are the first and the last accuracy of each set; a set evaluated once has no
-    after. Rewards are the mean over one rollout: the first, the last, the best. Speeds are medians over rollouts.
-    What was never measured is None, a count 0.
+    `eval_before` and `eval_after` are the first and the last accuracy of each set; a set evaluated once has only the
+    first. Rewards are means over one rollout: the first, the last, the best. Speeds are medians over rollouts. What
+    was never measured is None, or 0 for a count.
     """
     evals = accuracies(rows)
     rewards = [value for _, value in series(rows, "rollout/reward_mean")]

@@ -12,7 +12,8 @@ from treadle.errors import TreadleError
 def write_atomically(path: Path, chunks: Iterable[bytes], *, durable: bool = False) -> None:
     """Write chunks to a temporary file beside `path`, then rename it over `path`.
 
-    A `durable` file outlives a crash of the machine in either form. Raises `TreadleError` if the disk refuses (full, read-only, gone); `path` is then as it was before.
+    If the machine crashes, a `durable` file is still the old or the new one. Raises `TreadleError` if the disk refuses
+    (full, read-only, gone); `path` is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""A lock on a folder that ends with its process, however that ends; it says who holds it."""
+"""A lock on a folder that is released when its process ends in any way, and that names its holder."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Give back what `try_lock` locked."""
+    """Release what `try_lock` locked."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 class FolderLock:
-    """The hold of this process on a folder; nothing that it starts or forks keeps it."""
+    """A lock of this process on a folder; child and forked processes do not keep it."""
 
     _held: ClassVar[set[int]] = set()  # descriptors, which a forked child must close
 
     def __init__(self, folder: Path, warn: Callable[[str], None]):
-        """Lock the folder, which exists.
+        """Lock a folder, which must exist.
 
-        A file system without locks is warned of, and nothing is locked then. Raises `ConfigError`, which names the
-        holder, if another process has the lock, or if the folder can't be written.
+        On a file system without locks it warns and locks nothing. Raises `ConfigError` if the folder can't be written,
+        or if another process has the lock; the message names that process.
         """
         self.path = folder / FILE
         self._descriptor = -1
@@ -55,12 +55,12 @@ class FolderLock:
             self._descriptor = self._open(folder)
             self._lock(folder, warn)
         FolderLock._held.add(self._descriptor)
-        with suppress(OSError):  # who holds it is only for people
+        with suppress(OSError):  # the holder is written for people only
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(_this_process()).encode(), 0)
 
     def close(self) -> None:
-        """Give the folder back; may be called twice."""
+        """Release the lock; may be called twice."""
         if self._descriptor < 0:
             return
         if self._is_own_file():
@@ -84,7 +84,7 @@ class FolderLock:
         try:
             is_locked = try_lock(self._descriptor)
         except OSError as error:
-            warn(f"{folder} is on a file system without locks ({error.strerror}): see that no other run uses it")
+            warn(f"{folder} is on a file system without locks ({error.strerror}); make sure that no other run uses it")
             return
         if not is_locked:
             self._close()
@@ -118,7 +118,7 @@ os.register_at_fork(after_in_child=FolderLock._after_fork)
 
 
 def _this_process() -> dict[str, Any]:
-    """Return what is said of the holder: no flags, for some are secret."""
+    """Describe this process without its flags, some of which are secret."""
     words = takewhile(lambda word: not word.startswith("-"), sys.argv[1:])
     return {
         "pid": os.getpid(),
@@ -129,7 +129,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _holder(path: Path) -> str:
-    """Return who holds a lock, in words."""
+    """Return the holder of a lock in words."""
     try:
         found = json.loads(read_regular(path, most=1 << 16))
         words = f"process {int(found['pid'])} on {found['host']} ({found['command']}, since {found['since']})"

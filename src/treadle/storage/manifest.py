@@ -15,7 +15,7 @@ MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 24
 
 Entries = dict[str, dict[str, Any]]
-"""By the path of a file below its folder: `bytes` and `xxh3_128`."""
+"""The `bytes` and `xxh3_128` of each file, by its path below the folder."""
 
 
 def entries_of(folder: Path) -> Entries:
@@ -55,7 +55,7 @@ def digest_of_file(file: Path) -> str:
 
 
 def commit_folder(work: Path, target: Path, aside: Path | None = None) -> None:
-    """Sync a folder and all that is in it, and rename it; a folder that is there already is moved `aside` first."""
+    """Sync a folder with all its contents and rename it to `target`; an existing one is moved `aside` first."""
     for path in (*work.rglob("*"), work):
         if path.is_file() or path.is_dir():
             sync(path)
@@ -66,7 +66,7 @@ def commit_folder(work: Path, target: Path, aside: Path | None = None) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file or a folder on disk, such that it outlives a crash of the machine."""
+    """Flush a file or a folder to disk, so that it survives a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

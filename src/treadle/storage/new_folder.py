@@ -13,7 +13,7 @@ from treadle.errors import ConfigError, first_line
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `out`, which becomes `out` if all went well; else nothing is left behind.
+    """Yield an empty folder beside `out`, which becomes `out` unless the context raises; then it is removed.
 
     Raises:
         ConfigError: if `out` exists and is not an empty folder, or can't be written.
@@ -26,7 +26,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             raise ConfigError(f"{str(out)!r} is not empty; choose another folder")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name[:100]}-", dir=out.parent) as work:
-            folder = Path(work) / "model"  # with the usual mode; the one around it is private
+            folder = Path(work) / "model"  # with the usual mode; the temporary folder is private
             folder.mkdir()
             yield folder
             if out.exists():

@@ -1,6 +1,7 @@
 """Folders that no other user of the machine can put a file into, and the cache of this user.
 
-Compiled code is loaded from where it lies: a user who can write there, or could make the folder first, runs code as this user.
+Compiled code is loaded from its folder: another user who can write there, or could make the folder first, would run
+code as this user.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def cache_folder() -> Path:
 def private_folder(path: Path) -> Path:
     """Return a folder that only this user can put files into; it is made, with mode 0700, if it is missing.
 
-    The folders above it may be open to others only with the sticky bit, as the one for temporary files has it.
+    The folders above it may be writable by others only with the sticky bit, as `/tmp` has it.
 
     Raises:
         UnsafeFolderError: if the folder, or one above it, can be changed by another user.
@@ -62,7 +63,7 @@ def private_folder(path: Path) -> Path:
 def private_cache(name: str) -> Path | None:
     """Return the folder `name` of the cache, or None if it can't be made.
 
-    One that other users can change is not used either; a warning says so.
+    It also warns and returns None if other users can change the folder.
     """
     try:
         return private_folder(cache_folder() / name)
@@ -78,7 +79,7 @@ def private_cache(name: str) -> Path | None:
 
 @functools.cache
 def compile_cache() -> Path:
-    """Return the folder of what torch compiles here, instead of the one it would share under a name all users know."""
+    """Return the private folder of what torch compiles, in place of torch's own, whose name all users know."""
     folder = private_cache("inductor")
     if folder is None or not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="treadle-inductor-"))
@@ -87,9 +88,9 @@ def compile_cache() -> Path:
 
 
 def compile_variables() -> dict[str, str]:
-    """Return the variables with which torch in a program that is not ours keeps what it compiles private.
+    """Return environment variables that make torch in another program keep what it compiles private.
 
-    Its precompiled headers stay in the shared place; they are used only if this user owns that folder.
+    Its precompiled headers stay in the shared folder and are turned off unless this user owns that folder.
     """
     found = {"TORCHINDUCTOR_CACHE_DIR": str(compile_cache())}
     try:

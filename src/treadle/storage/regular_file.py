@@ -1,4 +1,4 @@
-"""Files whose names come from outside: a pipe or a device in their place would block, or never end."""
+"""Read files whose names come from outside: a pipe or a device in their place would block, or never end."""
 
 from __future__ import annotations
 

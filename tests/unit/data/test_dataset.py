@@ -174,7 +174,7 @@ def test_templates_that_write_a_content_twice_are_measured(make_codec: MakeCodec
         (5, "row 1: column 'q' is a int; a prompt is text, or a list of {role, content} messages"),
         ("", "row 1: column 'q' is empty"),
         ([], "is an empty list"),
-        (["hi"], "message 0 is a str, not {role, content}"),
+        (["hi"], "message 0 is a str; a message is {role, content}"),
         ([{"role": "user", "text": "x"}], "message 0: 'content' must be text, not missing"),
         ([{"role": "user", "content": None}], "message 0: 'content' must be text, not NoneType"),
         ([{"role": "user", "content": 5}], "message 0: 'content' must be text, not int"),

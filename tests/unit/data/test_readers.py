@@ -160,7 +160,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
         ("", "'' names no data"),
         (" @[:1]", "' ' names no data"),
         ("@train", "'@train' names no data"),
-        ("/", "folder '/' holds more than 20000 entries; name the data itself"),
+        ("/", "folder '/' holds more than 20000 entries; name the data folder or file"),
     ],
 )
 def test_a_place_that_holds_no_rows_is_one_clear_line(source: str, message: str) -> None:

@@ -22,7 +22,7 @@ class reader:
     [
         ("raise RuntimeError('no row')", "return []", "raised RuntimeError: no row"),
         ("raise KeyboardInterrupt", "return []", "raised KeyboardInterrupt"),
-        ("return [1]", "return []", "row 0 is a list"),
+        ("return [1]", "return []", "row 0: a list, not a dict of columns"),
         ("return {'input': 'a'}", "return []", "0 values of column 'input' for rows 0 to 3"),
         ("return {'input': 'a'}", "return 5", "raised TypeError"),
     ],

@@ -190,7 +190,7 @@ def test_a_damaged_state_is_refused(source: MakeSource, change: dict[str, Any]) 
         stream.load_state({**stream.state(), **change})
     with pytest.raises(CheckpointError, match="damaged"):
         stream.load_state({})
-    with pytest.raises(DataError, match="waits for row 4 of 'a'"):
+    with pytest.raises(DataError, match="put row 4 of 'a' back"):
         stream.load_state({**stream.state(), "put_back": [["a", 4, 0]]})
 
 

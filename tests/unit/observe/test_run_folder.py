@@ -69,7 +69,7 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_remedy(tmp_path: Path, pa
         write_groups(folder.sample_file(0), [])
     else:
         (folder.checkpoints / "rollout_000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="already holds a run; give another --run-dir, or go on with it: --load"):
+    with pytest.raises(ConfigError, match="already holds a run; give another --run-dir, or resume it with --load"):
         RunFolder.make(tmp_path / "run").open()
 
 

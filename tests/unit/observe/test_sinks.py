@@ -95,7 +95,6 @@ def test_a_failing_optional_sink_is_warned_about_once_and_switched_off() -> None
     sink.close()
     assert inner.seen == [0, 1]
     assert inner.num_closed == 1
-    assert not sink.is_on
     assert warnings == [
         "TensorBoard is switched off for the rest of the run: No space left on device; "
         "metrics.jsonl still has everything"
@@ -121,7 +120,7 @@ def test_an_optional_sink_that_fails_to_close_only_warns() -> None:
     sink = OptionalSink("wandb", BadClose, warnings.append)
     sink.close()
     sink.close()
-    assert warnings == ["wandb did not close well: upload failed; metrics.jsonl has everything"]
+    assert warnings == ["wandb could not be closed: upload failed; metrics.jsonl has everything"]
 
 
 def test_tensorboard_forgets_what_a_resumed_run_does_anew(tmp_path: Path) -> None:
