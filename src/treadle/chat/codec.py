@@ -158,8 +158,8 @@ class Codec:
         _, found, rest = whole.partition(mark)
         if not found:
             raise ModelError(
-                f"the chat template of {self.name!r} does not keep the model's earlier answers; use a model for several "
-                "turns"
+                f"the chat template of {self.name!r} does not keep the model's earlier answers; use a model that "
+                "converses over several turns"
             )
         given, sampled = self.encode_rendered(rest), [int(token) for token in turn]
         most = min(len(given), len(sampled))

@@ -19,8 +19,6 @@ __all__ = ["PromptDataset", "PromptFormat", "PromptSource", "Reader", "build_eva
 
 def build_source(data: DataSection, *, codec: Codec, max_prompt_len: int, seed: int) -> PromptSource:
     """Return the prompts of a run, drawn from all sources of `prompt_data`."""
-    if not data.prompt_data:
-        raise ConfigError("no prompt_data; give --prompt-data a file, a data set or reasoning_gym:task")
     form = _prompt_format(data)
     names: dict[str, str] = {}
     for source in data.prompt_data:
@@ -30,7 +28,7 @@ def build_source(data: DataSection, *, codec: Codec, max_prompt_len: int, seed: 
             name, number = f"{base}#{number}", number + 1
         names[name] = source
     datasets = [PromptDataset(name, open_reader(source), codec, form, max_prompt_len) for name, source in names.items()]
-    return PromptSource(datasets, data.prompt_data_weights or None, shuffle=data.rollout_shuffle, seed=seed)
+    return PromptSource(datasets, data.prompt_data_weights, shuffle=data.rollout_shuffle, seed=seed)
 
 
 def build_eval_sets(
@@ -51,11 +49,8 @@ def build_eval_sets(
         reader = open_reader(source)
         if own.metadata_key is not None and not has_key(reader, own.metadata_key):
             own = replace(own, metadata_key=None)  # no evaluation setting could name another column
-        if (
-            own.tools_key is not None
-            and (override is None or override.tools_key is None)
-            and not has_key(reader, own.tools_key)
-        ):
+        is_its_own = override is not None and override.tools_key is not None
+        if own.tools_key is not None and not is_its_own and not has_key(reader, own.tools_key):
             own = replace(own, tools_key=None)
         sets[name] = PromptDataset(name, reader, codec, own, max_prompt_len)
     return sets

@@ -70,7 +70,9 @@ class PromptDataset(Sequence[Prompt]):
     def prompt(self, row: int, group_id: int) -> Prompt:
         """Return the prompt of a row as the draw `group_id`."""
         columns = self._reader.row(row)
-        tools = None if self._tools is None else self._tools.value(columns)
+        label, metadata, tools = (
+            None if key is None else key.value(columns) for key in (self._label, self._metadata, self._tools)
+        )
         rendered, token_ids = self._encoded(row, self._input.value(columns), tools)
         if len(token_ids) > self._max_prompt_len:
             raise DataError(
@@ -81,14 +83,12 @@ class PromptDataset(Sequence[Prompt]):
             group_id=group_id,
             token_ids=tuple(token_ids),
             text=rendered.text,
-            label=None if self._label is None else self._label.value(columns),
+            label=label,
             columns=columns,
             data_name=self.name,
             row=row,
             messages=rendered.messages,
-            metadata={}
-            if self._metadata is None
-            else _metadata(self._form.metadata_key, self._metadata.value(columns)),
+            metadata=_metadata(self._form.metadata_key, metadata),
         )
 
     def _rows_that_fit(self) -> np.ndarray | None:

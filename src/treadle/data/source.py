@@ -25,7 +25,7 @@ class PromptSource:
 
     def __init__(self, datasets: Sequence[PromptDataset], weights: Sequence[float] | None, shuffle: bool, seed: int):
         if not datasets:
-            raise ConfigError("a prompt source needs at least one data set; give prompt_data")
+            raise ConfigError("no prompt_data; give --prompt-data a file, a data set or reasoning_gym:task")
         names = [dataset.name for dataset in datasets]
         assert len(set(names)) == len(names), f"data sets need different names: {names}"
         self._datasets = tuple(datasets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from treadle.observe.progress_state import STEP_PHASES, Phase, RunState
@@ -146,18 +146,11 @@ class RichView:
     rich's lock is always taken before `state_lock`: nothing here prints while holding the latter.
     """
 
-    def __init__(
-        self,
-        stream: SafeStream,
-        state: RunState,
-        state_lock: threading.Lock,
-        title: str = "treadle",
-        clock_now: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, stream: SafeStream, state: RunState, state_lock: threading.Lock, title: str):
         from rich.console import Console
         from rich.live import Live
 
-        self._state, self._lock, self._title, self._now = state, state_lock, title, clock_now
+        self._state, self._lock, self._title = state, state_lock, title
         self._num_steps = 0
         self._closed = False
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)  # type: ignore[arg-type]
@@ -170,7 +163,7 @@ class RichView:
 
     def _draw(self) -> Any:
         with self._lock:
-            return panel(self._state, self._now(), self._console.width, self._title)
+            return panel(self._state, time.monotonic(), self._console.width, self._title)
 
     def _show_panel(self) -> None:
         if not self._closed and not self._live.is_started:
