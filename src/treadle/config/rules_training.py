@@ -15,9 +15,14 @@ _UNBIASED = ", ".join(name for name, record in KL_ESTIMATORS.items() if record.u
 _WITHOUT_GROUPS = ", ".join(name for name, record in ESTIMATORS.items() if not record.needs_group)
 
 
-def _has_trait(config: Config, trait: str) -> bool:
-    """Return whether the estimator is a known one with this trait."""
-    return bool(getattr(config.algorithm.estimator, trait, False))
+def _compares_groups(config: Config) -> bool:
+    found = config.algorithm.estimator
+    return found is not None and found.needs_group
+
+
+def _needs_parts(config: Config) -> bool:
+    found = config.algorithm.estimator
+    return found is not None and found.needs_parts
 
 
 def _reads_saved_rollouts(config: Config) -> bool:
@@ -46,8 +51,7 @@ def _rejects_nothing(algorithm: AlgorithmSection) -> bool:
 refuse("run", lambda c: _reads_saved_rollouts(c) and c.train.num_epoch is not None,
        "num_epoch = {num_epoch} counts passes over prompt_data, which debug_train_only does not read; use num_rollout, or "
        "neither for all saved rollouts")
-refuse("train", lambda c: _has_trait(c, "needs_group") and c.rollout.n_samples_per_prompt == 1
-       and c.algorithm.opd_kl_coef == 0,
+refuse("train", lambda c: _compares_groups(c) and c.rollout.n_samples_per_prompt == 1 and c.algorithm.opd_kl_coef == 0,
        "n_samples_per_prompt = 1 gives {algorithm.estimator.name} nothing to compare: every advantage would be zero; set at "
        f"least 2, or use {_WITHOUT_GROUPS}")
 warn_of("train", lambda c: c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0 and c.algorithm.kl_loss_type in KL_ESTIMATORS,
@@ -65,7 +69,7 @@ refuse("train", lambda c: c.algorithm.eps_clip_high is not None and c.algorithm.
 refuse("train", lambda c: _rejects_nothing(c.algorithm),
        "correction_reject_level = {correction_reject_level} drops nothing without a bound; set correction_reject_low (above 0) "
        "or _high")
-refuse("train", lambda c: _has_trait(c, "needs_parts") and len(c.reward.targets) < 2,
+refuse("train", lambda c: _needs_parts(c) and len(c.reward.targets) < 2,
        "advantage_estimator {advantage_estimator} normalises several rewards one by one, and {reward.num_targets} is given; use "
        "grpo, or give more with rm_type and custom_rm_path (the parts of one reward's dict count as one reward)")
 refuse("train", lambda c: not c.train.use_dynamic_batch_size and c.train.micro_batch_size is None,
@@ -115,7 +119,7 @@ def filter_sees_the_signal(config: Config) -> Iterator[Finding]:
         yield warning(
             "group_filter zero_signal drops groups of equal rewards, which the teacher would still teach; drop it"
         )
-    if _has_trait(config, "needs_parts"):
+    if _needs_parts(config):
         name = config.algorithm.advantage_estimator
         yield warning(
             f"group_filter zero_signal reads the sum of the rewards, {name} reads each of them: groups that would be "
