@@ -1,8 +1,8 @@
 """What flows through Treadle: prompts, samples, groups, and how to sample.
 
 A `Prompt` comes from a data source, an engine turns it into n `Sample`s, and the n samples are one `Group`.
-A sample has no prompt/response split: single turn, tools, partial rollouts and plain text are all one run of
-tokens with a mask that says which of them are trained.
+A sample has no prompt/response split. Single turns, tools, partial rollouts and plain text all have one form: a
+sequence of tokens, and a mask that says which of them are trained.
 """
 
 from __future__ import annotations

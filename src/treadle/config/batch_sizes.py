@@ -120,7 +120,7 @@ def check_length(config: Config) -> None:
 def run_length(config: Config, dataset_size: int | None) -> RunLength:
     """Count the rollouts, optimizer steps and samples of the whole run.
 
-    With num_epoch the rollouts are `dataset_size // rollout_batch_size × num_epoch`: the remainder of each pass is
+    With num_epoch the rollouts are `dataset_size // rollout_batch_size × num_epoch`. The remainder of each pass is
     carried into the next one, and what is left at the very end is not drawn (`leftover_prompts`). Raises
     `ConfigError` if neither or both of num_rollout and num_epoch are given, or the data does not fill one rollout.
     """

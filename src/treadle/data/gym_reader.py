@@ -1,8 +1,8 @@
 """Generated exercises with verifiers: `reasoning_gym:task?key=value&key=value`.
 
 A row is made when it is read, from the task's seed and its index. A few tasks (isomorphic_strings, knight_swap,
-polynomial_multiplication, ransom_note, word_ladder) also depend on the order of Python sets: all processes get the same
-rows only if they have the same PYTHONHASHSEED.
+polynomial_multiplication, ransom_note, word_ladder) also depend on the order of Python sets. Their rows are the same in
+all processes only if PYTHONHASHSEED is.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAX_ROWS = 10_000_000  # each is made once before the run starts
 class GymReader:
     """Reader of one reasoning-gym task.
 
-    Columns: `question` and `answer` (text; the answer is None for tasks with many right ones), `task` and `task_args`
-    (what `reasoning_gym.create_dataset` takes), `task_index`, and `entry`, the whole exercise in JSON values.
-    Raises `DataError` for an unknown task or parameter, and for values the task refuses.
+    The columns `question` and `answer` are text; the answer is None for tasks with many right ones. `task` and
+    `task_args` are what `reasoning_gym.create_dataset` takes, `task_index` is the row, and `entry` is the whole
+    exercise in JSON values. Raises `DataError` for an unknown task or parameter, and for values that the task refuses.
     """
 
     columns = ("question", "answer", "task", "task_args", "task_index", "entry")

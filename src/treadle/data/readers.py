@@ -201,14 +201,14 @@ def _local_path(text: str) -> Path:
     """Return the path of a place that may or may not exist.
 
     Raises:
-        DataError: if it can't be a path or can't be reached, or is neither a file nor a folder: reading a pipe blocks,
+        DataError: if it can't be a path, can't be reached, or is neither a file nor a folder. Reading a pipe blocks,
             and a device may never end.
     """
     shown = text if len(text) <= 200 else f"{text[:200]}…"
     try:
         path = Path(text).expanduser()
         is_other = path.exists() and not path.is_file() and not path.is_dir()
-    except RuntimeError as error:  # ~name of a user who is not there
+    except RuntimeError as error:  # ~name without such a user
         raise DataError(f"{shown!r}: there is no such home folder; write the path without ~") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -170,8 +170,8 @@ def _max_tokens(text: str) -> int:
     """Return an upper bound on the tokens of a text, without those that a tokenizer adds around it.
 
     A token covers at least one byte of what the tokenizer's normaliser makes of the text. In ASCII that is the text
-    itself, with at most a space put before each word; elsewhere compatibility forms can grow twelvefold, so
-    the normal form is measured too. Callers check the true length when they tokenise.
+    itself, with at most a space put before each word. Other text can grow twelvefold in its compatibility form, so the
+    normal form is measured too. Callers check the true length when they tokenise.
     """
     if text.isascii():
         return 2 * len(text)
